@@ -40,7 +40,7 @@ class Provenance(Record):
 
 
 class ScoreParts(Record):
-    """score = p_success · gain · urgency · (1 − accuracy_penalty) / cost_minutes"""
+    """score = p_success · gain · urgency · (1 − accuracy_penalty) / cost_minutes."""
 
     p_success: Annotated[float, Field(ge=0, le=1)]
     gain: float

@@ -51,10 +51,11 @@ class Problem:
       order of `axes`, variable and constant ones alike.
     * `torch` and `triton`: a Python function `run(*inputs)` that returns the output (a tuple where there are several).
     * A candidate with `prepares` also defines `prepare_<operator>`. In C:
-      `int64_t prepare_<operator>_bytes(axes...)` and `void prepare_<operator>(constant inputs..., void* packed, axes...)`
-      (variable axes are passed as 0: packing must not depend on them); `run_<operator>` then gets `const void* packed`
-      in the place of the first constant input, and the other constant inputs are left out. In Python: `prepare(*constant inputs)`
-      returns an object that takes the same place in `run`.
+      `int64_t prepare_<operator>_bytes(axes...)` and
+      `void prepare_<operator>(constant inputs..., void* packed, axes...)` (variable axes are passed as 0: packing must
+      not depend on them); `run_<operator>` then gets `const void* packed` in the place of the first constant input, and
+      the other constant inputs are left out. In Python: `prepare(*constant inputs)` returns an object that takes the
+      same place in `run`.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Problem:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     reference: str
-    """Python source that defines `run(*inputs)` with torch operators; dtype-agnostic, so that float64 inputs give the truth."""
+    """Python source of `run(*inputs)` in torch operators; dtype-agnostic, so that float64 inputs give the truth."""
     cost: Cost
     visible: tuple[Shape, ...]
     """Shapes that agents may see; the first is the one that counts most."""

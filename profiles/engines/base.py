@@ -135,7 +135,11 @@ class Engine(Protocol):
         """Hand over one request; returns at once. Raises EngineFailure when the engine is gone."""
 
     def events(self, timeout_s: float) -> Iterator[TokenEvent]:
-        """Yield what has arrived, waiting up to `timeout_s` for the first. Raises EngineFailure('hang') when nothing came."""
+        """Yield what has arrived, waiting up to `timeout_s` for the first.
+
+        Raises:
+            EngineFailure: nothing came (`hang`) or the engine is gone.
+        """
 
     def score(self, sequences: Sequence[Sequence[int]], prefix: int, out: Path) -> None:
         """Teacher-force the sequences (equal lengths) through the *decode* path at their batch size.
