@@ -32,7 +32,7 @@ class Opportunity:
     time_share: float
     """Share of the end-to-end wall time, 0 to 1."""
     headroom: float
-    """Measured time over time at the roofline, at least 1; 1 where the ceiling is not known (nothing to gain is shown)."""
+    """Measured time over time at the roofline, at least 1; 1 where the ceiling is unknown: no gain is then claimed."""
     bound: str = "memory"
     """`memory`, `compute` or `overhead`."""
     measured_us: float = 0.0
