@@ -23,8 +23,8 @@ runs/<run_id>/
   report.html, report.json, stack/   by `tasks.report`
 ```
 
-A stage file is `{"schema_version": 1, "stage", "title", "key", "started_at", "seconds", "result"}`. `key` is the hash of
-what the stage depended on (run, machine, workload, earlier results): a file with another key is measured again. The
+A stage file is `{"schema_version": 1, "stage", "title", "key", "started_at", "seconds", "result"}`. `key` is the hash
+of what the stage depended on (run, machine, workload, earlier results): a file with another key is measured again. The
 stages of a run, with what `result` holds (records as JSON):
 
 * `010-target`      {"target": Target}
