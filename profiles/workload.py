@@ -12,6 +12,11 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Metric = Literal["output_tokens_per_s", "total_tokens_per_s", "tpot_ms", "ttft_ms", "goodput_rps"]
 
 
+def higher_is_better(metric: str) -> bool:
+    """Whether more of `metric` is better: true of rates, false of times (`*_ms`)."""
+    return not metric.endswith("_ms")
+
+
 class ModelSpec(Record):
     """Which model, at which weight precision."""
 
