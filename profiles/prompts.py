@@ -3,7 +3,7 @@
 The text comes with every Python (the language reference in `pydoc_data.topics` and docstrings of the standard library),
 so that nothing is downloaded. It is cut into paragraphs; each paragraph belongs to exactly one of three parts, by the
 hash of its words: what agents may see and tune on (`visible`), what only the end-to-end evaluation draws (`hidden`),
-and what accuracy is measured on (`held_out`). A paragraph that occurs twice lands in the same part both times.
+and what accuracy is measured on (`held_out`). Paragraphs that repeat others are left out.
 
 Every prompt opens with a few words drawn at random, so that no two prompts share more than the first tokens and no
 prefix cache is warm. Hidden prompts come from a secret that the caller draws afresh; they are never written anywhere.
@@ -133,13 +133,19 @@ def part_of(paragraph: str) -> Part:
 
 @cache
 def paragraphs() -> tuple[str, ...]:
-    """The paragraphs of at least 60 characters, each once, in the order of the documents."""
-    seen: dict[str, None] = {}
+    """The paragraphs of at least 60 characters, in the order of the documents, without those that repeat 12 words in a
+    row from an earlier one: else a hidden text could be, in the main, a visible one.
+    """
+    kept: list[str] = []
+    seen: set[str] = set()
     for document in _documents():
         for paragraph in re.split(r"\n\s*\n", document):
-            if len(paragraph) >= 60:
-                seen.setdefault(" ".join(paragraph.split()))
-    return tuple(seen)
+            words = paragraph.lower().split()
+            runs = {" ".join(words[i : i + 12]) for i in range(max(len(words) - 11, 1))}
+            if len(paragraph) >= 60 and not runs & seen:
+                seen |= runs
+                kept.append(" ".join(paragraph.split()))
+    return tuple(kept)
 
 
 def _documents() -> list[str]:

@@ -51,7 +51,8 @@ def test_a_prompt_longer_than_the_text_wraps(source):
 def test_no_two_prompts_share_more_than_the_first_tokens(source):
     drawn = [p for seed in range(40) for p in source.visible(seed, 8, 64)]
     drawn += [p for _ in range(20) for p in source.hidden(secrets.token_bytes(32), 8, 64)]
-    assert len({p[:6] for p in drawn}) == len(drawn)
+    assert len({p[:12] for p in drawn}) == len(drawn)
+    assert len({p[0] for p in drawn}) > 20
 
 
 def test_parts_are_disjoint_and_texts_are_english(source):
