@@ -36,6 +36,8 @@ class Provenance(Record):
     """Fingerprint of the machine."""
     workload: str
     """Content hash of the workload."""
+    target_family: str = ""
+    """`cpu`, `cuda`, `rocm`, `neuron`: the widest pool for chances of success."""
     extra: dict[str, str] = {}
 
 
@@ -53,6 +55,10 @@ class ScoreParts(Record):
     """What made the score change, in a sentence."""
     at: str
     """ISO 8601, UTC."""
+    time_share: float | None = None
+    """The share that this score was worked out from; None: the idea's own."""
+    headroom: float | None = None
+    """The headroom that this score was worked out from; None: the idea's own."""
 
 
 class Idea(Record):
@@ -79,6 +85,12 @@ class Idea(Record):
     crash_risk: Annotated[float, Field(ge=0, le=1)] = 0.0
     cost_minutes: float = 1.0
     status: IdeaStatus = "open"
+    sites: tuple[str, ...] = ()
+    """What it takes the place of in the model; ideas that share a site are alternatives."""
+    axes: dict[str, int] = {}
+    """The problem's axes at the shape that counts most."""
+    interacts_with: tuple[str, ...] = ()
+    """Settings ideas: operators whose promoted kernels reopen it."""
     reason: str = ""
     """Why it has this status."""
     scores: tuple[ScoreParts, ...] = ()
@@ -125,6 +137,9 @@ class Outcome(Record):
     seconds: float = 0.0
     parameters: dict[str, Any] = {}
     shapes: tuple[dict[str, int], ...] = ()
+    axes: dict[str, int] = {}
+    """All axes at the shape that counts most, for lessons."""
+    dtype: str = ""
     constraints: dict[str, Any] = {}
     """Threads, budget, confinement, neighbours: under what it holds."""
     claims: dict[str, Any] = {}
@@ -189,8 +204,14 @@ class Lesson(Record):
     engine: str
     lever: str
     statement: str
+    axes: dict[str, int] = {}
+    """All axes of the problem it was learnt on."""
     parameters: dict[str, Any] = {}
     """A tuned configuration that warm-starts like problems."""
+    speedup: float | None = None
+    """Measured over the baseline, where one was."""
+    source: str = ""
+    """`outcome`, or for seed knowledge where it is from."""
     evidence: tuple[str, ...] = ()
     wins: int = 0
     losses: int = 0
@@ -208,6 +229,19 @@ class Rule(Record):
     wins: int = 0
     losses: int = 0
     retired: str | None = None
+
+
+class Evidence(Record):
+    """One event in the life of a lesson, a rule or a crash set. Wins and losses are counted from these."""
+
+    subject: Literal["lesson", "rule", "crash_set"]
+    subject_id: str
+    effect: Literal["win", "loss", "seen", "retired", "restored"]
+    because: str
+    """Id of the outcome or end-to-end row it follows from; for `retired` and `restored` also a sentence."""
+    at: str
+    expires: str | None = None
+    """New end of the subject's life, when this event moved it."""
 
 
 class CrashSet(Record):
@@ -235,3 +269,125 @@ class Scope(Record):
     rules: tuple[str, ...] = ()
     crash_sets: tuple[str, ...] = ()
     at: str
+
+
+class ProfileRow(Record):
+    """One operator at one shape."""
+
+    operator: str
+    shape: str
+    """The axes as text: `m=8 n=576 k=576`."""
+    problem_name: str | None = None
+    dtype: str = ""
+    calls: int = 0
+    time_us: float = 0.0
+    """All calls together, microseconds of the profiled time."""
+    time_share: float = 0.0
+    flops: float = 0.0
+    """Operations of one call."""
+    bytes: float = 0.0
+    """Fewest bytes, read and written, of one call."""
+    roofline_us: float | None = None
+    """Time of one call at the roofline, microseconds."""
+    bound: str = ""
+    """`memory`, `compute`, `overhead`, or empty where no ceiling is trusted."""
+    headroom: float | None = None
+
+
+class Profile(Record):
+    """Where the time of one profiled round went."""
+
+    id: str
+    run_id: str
+    round: int
+    stack_id: str
+    wall_us: float
+    attributed_share: float
+    """Share of the wall time that the rows account for."""
+    rows: tuple[ProfileRow, ...]
+    provenance: Provenance
+    at: str
+
+
+class VerdictFile(Record):
+    """A verdict of the ruler, kept as the ruler wrote it, with the campaign it belongs to."""
+
+    id: str
+    run_id: str
+    campaign_id: str | None = None
+    candidate_id: str = ""
+    problem_name: str = ""
+    mode: str = ""
+    verdict: dict[str, Any]
+    """The ruler's own JSON, its hash inside."""
+    at: str
+
+
+class Campaign(Record):
+    """An idea handed to an executor, with all that it was given."""
+
+    id: str
+    run_id: str
+    round: int
+    idea_id: str
+    operator: str
+    lever: str
+    problem_name: str
+    families: tuple[str, ...] = ()
+    languages: tuple[str, ...] = ()
+    budget_s: float
+    seed: int
+    threads: int
+    scope_id: str | None = None
+    warm_starts: tuple[dict[str, Any], ...] = ()
+    crash_sets: tuple[str, ...] = ()
+    at: str
+
+
+class IdeaEvent(Record):
+    """One change of an idea's status. The tree of today is what its events come to."""
+
+    run_id: str
+    idea_id: str
+    number: int
+    """Counts from 1 for each idea; a number is given once."""
+    status: IdeaStatus
+    reason: str
+    cause: str = ""
+    """Id of the outcome or end-to-end row that made the change."""
+    at: str
+
+
+class Rescore(Record):
+    """New scores of the ideas whose score changed, in one stroke."""
+
+    id: str
+    run_id: str
+    cause: str
+    scores: dict[str, ScoreParts]
+    """By idea id."""
+    excluded: dict[str, str] = {}
+    """Open ideas that may not be picked, by id, with the reason."""
+    at: str
+
+
+class Claim(Record):
+    """What an agent said. Another table than measurements, and never read by a score."""
+
+    run_id: str
+    subject: str
+    """Campaign or idea id."""
+    claims: dict[str, Any]
+    at: str
+
+
+class WarmStart(Record):
+    """A configuration that was best on a like problem, to be tried first."""
+
+    parameters: dict[str, Any]
+    lesson_id: str
+    distance: float
+    """0 for the very shape; else doublings between the shapes (`kb.lessons.distance`)."""
+    relaxed: tuple[str, ...] = ()
+    """Fields of the scope key that differ, in the order they were given up: `shape`, `engine`, `target`, `dtype`."""
+    note: str

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from kb.records import Attempt, Conclusion, CrashSet, Idea, Layer, Lesson, Rule, Trial
+from kb.records import Attempt, Conclusion, CrashSet, Idea, Layer, Lesson, Rule, Trial, WarmStart
 from kernels.ruler.spec import Candidate, Problem, Shape
 from profiles.engines.base import KnobSpec
 
@@ -137,19 +137,6 @@ class Planner(Protocol):
         deterministic for equal contexts where no model is asked. Never raises for a poor answer of a model: returns
         what could be read and reports the rest as a claim of the first proposal.
         """
-
-
-@dataclass(frozen=True)
-class WarmStart:
-    """A configuration that was best on a like problem, to be tried first."""
-
-    parameters: Mapping[str, Any]
-    lesson_id: str
-    distance: float
-    """0 for the very problem, larger for less alike (see `kb.lessons.distance`)."""
-    relaxed: tuple[str, ...]
-    """Fields of the scope key that differ: `("shape",)`, `("shape", "target")`."""
-    note: str
 
 
 @dataclass(frozen=True)
