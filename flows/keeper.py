@@ -45,9 +45,12 @@ def stop_process(process: subprocess.Popen[bytes]) -> None:
 def keep(record: Path, users: Path, command: list[str]) -> int:
     """Run the command until nobody holds `users`; returns its exit code when it ended by itself, else 0."""
     me = os.getpid()
-    process = subprocess.Popen(  # noqa: S603
-        command, start_new_session=True, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(me)
-    )
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: die_with_parent(me),  # noqa: PLW1509
+    )  # one thread here
 
     def leave(*_: object) -> None:
         stop_process(process)

@@ -74,7 +74,7 @@ def environment(workspace: Workspace, api_url: str) -> dict[str, str]:
 def healthy(api_url: str, timeout_s: float = 5.0) -> bool:
     """Whether a Prefect server answers there."""
     try:
-        with urllib.request.urlopen(f"{api_url}/health", timeout=timeout_s) as answer:  # noqa: S310
+        with urllib.request.urlopen(f"{api_url}/health", timeout=timeout_s) as answer:
             return answer.status == 200 and answer.read().strip() == b"true"
     except (OSError, urllib.error.URLError, ValueError):
         return False
@@ -178,7 +178,9 @@ def _join_or_start(workspace: Workspace, progress: Callable[[str], None]) -> Ser
 
 
 def _start(workspace: Workspace, log: Path) -> Server:
-    with socket.socket() as probe:  # a port that was free a moment ago; when it is taken since, the next try has another
+    with (
+        socket.socket() as probe
+    ):  # a port that was free a moment ago; when it is taken since, the next try has another
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     api_url = f"http://127.0.0.1:{port}/api"
@@ -187,7 +189,15 @@ def _start(workspace: Workspace, log: Path) -> Server:
     env["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
     with log.open("ab") as output:
         keeper = _spawn(
-            [sys.executable, "-m", "flows.keeper", str(_record(workspace)), str(_users(workspace)), sys.executable, *serve],
+            [
+                sys.executable,
+                "-m",
+                "flows.keeper",
+                str(_record(workspace)),
+                str(_users(workspace)),
+                sys.executable,
+                *serve,
+            ],
             env,
             output,
             workspace.prefect,
@@ -198,9 +208,7 @@ def _start(workspace: Workspace, log: Path) -> Server:
             break
         if healthy(api_url, timeout_s=2.0):
             child = psutil.Process(keeper.pid).children()[0]
-            server = Server(
-                api_url, api_url.removesuffix("/api"), child.pid, child.create_time(), keeper.pid, str(log)
-            )
+            server = Server(api_url, api_url.removesuffix("/api"), child.pid, child.create_time(), keeper.pid, str(log))
             temporary = _record(workspace).with_suffix(".tmp")
             temporary.write_text(json.dumps(asdict(server)), encoding="utf-8")
             temporary.replace(_record(workspace))
@@ -212,8 +220,8 @@ def _start(workspace: Workspace, log: Path) -> Server:
 
 
 def _spawn(command: list[str], env: dict[str, str], output: IO[bytes], cwd: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(  # noqa: S603
-        command,
+    return subprocess.Popen(
+        [sys.executable, *command],
         env=env,
         cwd=cwd,
         stdin=subprocess.DEVNULL,
