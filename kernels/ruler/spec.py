@@ -23,6 +23,8 @@ class Tensor:
     dtype: str
     constant: bool = False
     """True for a weight: it stays the same over many calls, and a candidate may `prepare` (pack) it beforehand."""
+    high: str | None = None
+    """Integer inputs are drawn from 0 up to and without this expression over the axes; 8 when there is none."""
 
 
 @dataclass(frozen=True)
