@@ -1,0 +1,98 @@
+"""The ruler as campaigns use it: builds run side by side, measurements one at a time per device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels.ruler.build import BuildFailed, build
+from kernels.ruler.floor import Ceilings
+from kernels.ruler.lease import device_lease
+from kernels.ruler.spec import Candidate, Problem
+from kernels.ruler.verdict import Mode, Verdict
+from tasks.run_state import read_json, write_json
+
+SETTLED = ("valid", "incorrect", "build_failed")
+"""Verdicts that another try would not change. The others (crashed, timeout, void, unresolved, …) are tried again."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how candidates of one run are judged."""
+
+    builds: Path
+    leases: Path
+    device: str
+    """Name of the lease: `cpu`, `cuda:0`."""
+    threads: int
+    ceilings: Callable[[Problem], Ceilings | None]
+    """Ceilings for a problem's working set; None where the target's are not trusted."""
+    confinement: str = "best"
+    """Least level that is good enough; `best` takes the best there is."""
+    screen_s: float = 6.0
+    confirm_s: float = 20.0
+
+    def judge(self, problem: Problem, candidate: Candidate, mode: Mode) -> Verdict:
+        """Build, wait for the device, judge. A bad candidate is a verdict; only a broken machine raises."""
+        from kernels.ruler import judge as ruler
+
+        def measure() -> Verdict:
+            return ruler.judge(
+                problem,
+                candidate,
+                mode=mode,
+                ceilings=self.ceilings(problem),
+                threads=self.threads,
+                builds=self.builds,
+                budget_s=self.screen_s if mode == "screen" else self.confirm_s,
+                confinement=self.confinement,
+            )
+
+        try:
+            build(candidate, problem, self.builds)
+        except BuildFailed:
+            return measure()  # ends at the build: nothing is timed, so it need not wait for the device
+        with device_lease(self.leases, self.device):
+            return measure()
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """Candidates and verdicts of one campaign on disk: what was judged is not judged again after a kill."""
+
+    folder: Path
+
+    def verdict(self, candidate_id: str, mode: Mode) -> Verdict | None:
+        """The settled verdict on this candidate, if there is one whose content is what the ruler wrote."""
+        held = read_json(self.folder / "verdicts" / f"{candidate_id}.{mode}.json")
+        if held is None:
+            return None
+        try:
+            verdict = Verdict.from_json(held)
+        except ValueError:
+            return None
+        return verdict if verdict.status in SETTLED else None
+
+    def keep(self, candidate: Candidate, verdict: Verdict) -> None:
+        """Write both down."""
+        from tasks.codec import to_json
+
+        write_json(self.folder / "candidates" / f"{candidate.id}.json", to_json(candidate))
+        write_json(self.folder / "verdicts" / f"{candidate.id}.{verdict.mode}.json", verdict.to_json())
+
+    def judge_with(
+        self, bench: Bench, problem: Problem, kept: Callable[[Verdict], None] = lambda _: None
+    ) -> Callable[[Candidate, Mode], Verdict]:
+        """The judge that an executor is given; `kept` hears of each new verdict."""
+
+        def judge(candidate: Candidate, mode: Mode) -> Verdict:
+            held = self.verdict(candidate.id, mode)
+            if held is not None and held.problem_id == problem.id:
+                return held
+            verdict = bench.judge(problem, candidate, mode)
+            self.keep(candidate, verdict)
+            kept(verdict)
+            return verdict
+
+        return judge
