@@ -32,7 +32,7 @@ CREATE TABLE profiles ( -- Where one profiled round's time went: a row per opera
   target VARCHAR, -- fingerprint of the machine
   target_family VARCHAR, -- cpu, cuda, rocm, neuron
   workload VARCHAR, -- content hash of the workload
-  at VARCHAR -- when
+  at_utc VARCHAR -- when, ISO 8601
 );
 
 CREATE TABLE trials ( -- Trials of the settings search.
@@ -54,7 +54,7 @@ CREATE TABLE trials ( -- Trials of the settings search.
   target VARCHAR, -- fingerprint of the machine
   target_family VARCHAR, -- cpu, cuda, rocm, neuron
   workload VARCHAR, -- content hash of the workload
-  at VARCHAR -- when
+  at_utc VARCHAR -- when, ISO 8601
 );
 
 CREATE TABLE verdicts ( -- What the ruler said. Chained in `ledger`.
@@ -75,7 +75,7 @@ CREATE TABLE verdicts ( -- What the ruler said. Chained in `ledger`.
   duration_s DOUBLE, -- time that judging took, s
   verdict JSON, -- the ruler's own JSON, untouched
   hash VARCHAR, -- content hash of the file
-  at VARCHAR -- when
+  at_utc VARCHAR -- when, ISO 8601
 );
 
 CREATE TABLE ideas ( -- Ideas as they were born; `ideas_now` has their status and score of today.
@@ -118,7 +118,7 @@ CREATE TABLE idea_events ( -- Every change of status and every score of every id
   score DOUBLE, -- p_success · gain · urgency · (1 − accuracy_penalty) / cost_minutes
   time_share DOUBLE, -- share that the score was worked out from
   headroom DOUBLE, -- headroom that the score was worked out from
-  at VARCHAR -- when
+  at_utc VARCHAR -- when, ISO 8601
 );
 
 CREATE TABLE campaigns ( -- Ideas handed to executors, with what they were given.
@@ -137,7 +137,7 @@ CREATE TABLE campaigns ( -- Ideas handed to executors, with what they were given
   scope_id VARCHAR, -- what the executor was shown
   warm_starts JSON, -- configurations to try first
   crash_sets JSON, -- combinations it must not try
-  at VARCHAR -- when
+  at_utc VARCHAR -- when, ISO 8601
 );
 
 CREATE TABLE attempts ( -- Candidates of campaigns and what became of each.
@@ -185,7 +185,7 @@ CREATE TABLE outcomes ( -- What each campaign came to.
   target VARCHAR, -- fingerprint of the machine
   target_family VARCHAR, -- cpu, cuda, rocm, neuron
   workload VARCHAR, -- content hash of the workload
-  at VARCHAR -- when
+  at_utc VARCHAR -- when, ISO 8601
 );
 
 CREATE TABLE end_to_end ( -- End-to-end comparisons of stacks. Chained in `ledger`.
@@ -215,7 +215,7 @@ CREATE TABLE end_to_end ( -- End-to-end comparisons of stacks. Chained in `ledge
   target VARCHAR, -- fingerprint of the machine
   target_family VARCHAR, -- cpu, cuda, rocm, neuron
   workload VARCHAR, -- content hash of the workload
-  at VARCHAR -- when
+  at_utc VARCHAR -- when, ISO 8601
 );
 
 CREATE TABLE lessons ( -- Lessons as they were learnt; `lessons_now` has their record of today.
@@ -244,7 +244,7 @@ CREATE TABLE evidence ( -- Events in the life of lessons, rules and crash sets.
   subject_id VARCHAR, -- which
   effect VARCHAR, -- win, loss, seen, retired, restored
   because VARCHAR, -- outcome or end-to-end id, or a sentence
-  at VARCHAR, -- when
+  at_utc VARCHAR, -- when, ISO 8601
   expires VARCHAR -- new end of the subject's life, if it moved
 );
 
@@ -277,7 +277,7 @@ CREATE TABLE scopes ( -- Exactly what a planner or executor was shown.
   lessons JSON, -- lesson ids in it
   rules JSON, -- rule ids in it
   crash_sets JSON, -- crash set ids in it
-  at VARCHAR -- when
+  at_utc VARCHAR -- when, ISO 8601
 );
 
 CREATE TABLE claims ( -- What agents said. Never read by scores, lessons or rules.
@@ -285,7 +285,7 @@ CREATE TABLE claims ( -- What agents said. Never read by scores, lessons or rule
   run_id VARCHAR, -- the run
   subject VARCHAR, -- campaign or idea
   claims JSON, -- the words and figures
-  at VARCHAR -- when
+  at_utc VARCHAR -- when, ISO 8601
 );
 
 CREATE TABLE ledger ( -- Hash chain over verdict and end-to-end files, in the order they were ingested.
@@ -300,21 +300,21 @@ CREATE VIEW ideas_now AS
 SELECT i.* EXCLUDE (time_share, headroom, cost_minutes),
   coalesce(s.time_share, i.time_share) AS time_share, coalesce(s.headroom, i.headroom) AS headroom, i.cost_minutes,
   coalesce(e.status, 'open') AS status, coalesce(e.reason, '') AS reason, coalesce(e.number, 0) AS number, e.cause,
-  e.at AS changed, s.p_success, s.gain, s.urgency, s.accuracy_penalty, s.score, s.reason AS why, s.event = 'excluded' AS excluded
+  e.at_utc AS changed, s.p_success, s.gain, s.urgency, s.accuracy_penalty, s.score, s.reason AS why, s.event = 'excluded' AS excluded
 FROM ideas i
-LEFT JOIN (SELECT idea_id, arg_max(status, number) AS status, arg_max(reason, number) AS reason, arg_max(at, number) AS at,
+LEFT JOIN (SELECT idea_id, arg_max(status, number) AS status, arg_max(reason, number) AS reason, arg_max(at_utc, number) AS at_utc,
     arg_max(cause, number) AS cause, max(number) AS number FROM idea_events WHERE event = 'status' GROUP BY idea_id) e
   ON e.idea_id = i.id
 LEFT JOIN (SELECT * FROM idea_events WHERE event <> 'status'
-    QUALIFY row_number() OVER (PARTITION BY idea_id ORDER BY at DESC, id DESC) = 1) s
+    QUALIFY row_number() OVER (PARTITION BY idea_id ORDER BY at_utc DESC, id DESC) = 1) s
   ON s.idea_id = i.id;
 
 CREATE VIEW records_now AS
 SELECT subject, subject_id, count(*) FILTER (effect = 'win') AS wins, count(*) FILTER (effect = 'loss') AS losses,
-  count(*) FILTER (effect = 'seen') AS seen, max(at) FILTER (effect IN ('win', 'seen')) AS last_confirmed,
-  arg_max(expires, at) AS expires, list(because ORDER BY at, id) FILTER (effect IN ('win', 'loss', 'seen')) AS evidence,
-  CASE WHEN arg_max(effect, at) FILTER (effect IN ('retired', 'restored')) = 'retired'
-    THEN arg_max(because, at) FILTER (effect = 'retired') END AS retired
+  count(*) FILTER (effect = 'seen') AS seen, max(at_utc) FILTER (effect IN ('win', 'seen')) AS last_confirmed,
+  arg_max(expires, at_utc) AS expires, list(because ORDER BY at_utc, id) FILTER (effect IN ('win', 'loss', 'seen')) AS evidence,
+  CASE WHEN arg_max(effect, at_utc) FILTER (effect IN ('retired', 'restored')) = 'retired'
+    THEN arg_max(because, at_utc) FILTER (effect = 'retired') END AS retired
 FROM evidence GROUP BY subject, subject_id;
 
 CREATE VIEW lessons_now AS
@@ -336,7 +336,7 @@ CREATE VIEW results AS -- One row per campaign that came to an end: did it work,
 SELECT o.id, o.run_id, o.idea_id, o.operator, o.lever, o.target_family, o.ruler, o.speedup,
   CASE WHEN o.conclusion = 'won' AND coalesce(e.decision, 'promoted') = 'promoted' THEN 1 ELSE 0 END AS success
 FROM outcomes o
-LEFT JOIN (SELECT run_id, idea_id, arg_max(decision, at) AS decision FROM end_to_end
+LEFT JOIN (SELECT run_id, idea_id, arg_max(decision, at_utc) AS decision FROM end_to_end
     WHERE purpose = 'promotion' AND decision <> 'measured' AND idea_id IS NOT NULL GROUP BY run_id, idea_id) e
   ON e.run_id = o.run_id AND e.idea_id = o.idea_id
 WHERE o.conclusion <> 'failed';
