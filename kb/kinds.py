@@ -95,7 +95,9 @@ KINDS: dict[str, Kind] = {
         Kind("idea_events", r.IdeaEvent, lambda e: f"{e.idea_id}-{e.number:04d}", _event_row, "idea_events"),
         Kind("rescores", r.Rescore, _by_id, _score_rows, "idea_events"),
         Kind("campaigns", r.Campaign, _by_id, _plain, "campaigns"),
-        Kind("attempts", r.Attempt, lambda a: f"{a.campaign_id}-{a.number:05d}-{a.content_hash[:12]}", _plain, "attempts"),
+        Kind(
+            "attempts", r.Attempt, lambda a: f"{a.campaign_id}-{a.number:05d}-{a.content_hash[:12]}", _plain, "attempts"
+        ),
         Kind("outcomes", r.Outcome, _outcome_id, _plain, "outcomes"),
         Kind("end_to_end", r.EndToEnd, _by_id, _plain, "end_to_end", chained=True),
         Kind("lessons", r.Lesson, _by_id, _plain, "lessons"),

@@ -151,7 +151,9 @@ def verify(store: Store, *, head: str | None = None) -> Verification:
             faults.append(Fault(expected, line["kind"], line["id"], f"line {expected} is missing or out of order"))
             break
         if link(previous, line["kind"], line["id"], line["hash"]) != line["head"]:
-            faults.append(Fault(expected, line["kind"], line["id"], "the line was edited or moved: the chain breaks here"))
+            faults.append(
+                Fault(expected, line["kind"], line["id"], "the line was edited or moved: the chain breaks here")
+            )
         previous = line["head"]
     if head is not None and head != START and head not in {line["head"] for line in lines}:
         faults.append(Fault(0, "ledger", "", f"the head {head} does not occur: lines were cut off or replaced"))
@@ -159,7 +161,9 @@ def verify(store: Store, *, head: str | None = None) -> Verification:
     faults += bad
     with store.reader() as con:
         rows = con.execute("SELECT number, kind, id, hash, head FROM ledger ORDER BY number").fetchall()
-        ours = {line["number"]: (line["number"], line["kind"], line["id"], line["hash"], line["head"]) for line in lines}
+        ours = {
+            line["number"]: (line["number"], line["kind"], line["id"], line["hash"], line["head"]) for line in lines
+        }
         for row in rows:
             if ours.pop(row[0], None) != row:
                 faults.append(Fault(row[0], row[1], row[2], "the database's ledger has this line, the files do not"))

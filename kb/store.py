@@ -209,9 +209,7 @@ class Store:
             ) from error
         return IngestReport(added, known, tuple(aside), ledger.head(self.root), time.monotonic() - start)
 
-    def _add(
-        self, con: duckdb.DuckDBPyConnection, paths: list[Path], aside: list[tuple[str, str]]
-    ) -> tuple[int, int]:
+    def _add(self, con: duckdb.DuckDBPyConnection, paths: list[Path], aside: list[tuple[str, str]]) -> tuple[int, int]:
         found: dict[str, dict[str, files.Envelope]] = {}
         total = 0
         for path in paths:
