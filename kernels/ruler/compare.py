@@ -75,16 +75,16 @@ def expect(problem: Problem, reference: Reference, arguments: Sequence[Any], ter
     truths, naturals = evaluate(exact), evaluate(lambda tensor: tensor.clone())
     draws = [evaluate(nudged) for _ in range(4 if sum(t.numel() for t in truths) < 100_000 else 2)]
     return [
-        _budget(problem, truth, natural, [d[i] for d in draws], terms, unit)
+        _budget(problem, truth, natural, [d[i] for d in draws], terms=terms, unit=unit)
         for i, (truth, natural) in enumerate(zip(truths, naturals, strict=True))
     ]
 
 
 def _budget(
-    problem: Problem, truth: torch.Tensor, natural: torch.Tensor, draws: list[torch.Tensor], terms: int, unit: float
+    problem: Problem, truth: torch.Tensor, natural: torch.Tensor, draws: list[torch.Tensor], *, terms: int, unit: float
 ) -> Expected:
     if not truth.is_floating_point():
-        return Expected(truth, torch.zeros_like(truth, dtype=torch.float64), natural, tuple([natural, *draws]))
+        return Expected(truth, torch.zeros_like(truth, dtype=torch.float64), natural, (natural, *draws))
     size = truth.abs().nan_to_num(0, 0, 0)
     own = (natural.double() - truth).abs().nan_to_num(0, 0, 0)
     spread = torch.stack([(d - truth).square() for d in draws]).mean(0).sqrt().nan_to_num(0, 0, 0)

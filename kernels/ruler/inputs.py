@@ -110,7 +110,8 @@ def layout(
     def dims(tensor: Tensor) -> tuple[int, ...]:
         return tuple(axes[name] for name in tensor.shape or ())
 
-    at, inputs = 0, []
+    at = 0
+    inputs: list[Place | None] = []
     for tensor in problem.inputs:
         if tensor.shape is None:
             inputs.append(None)
@@ -170,10 +171,10 @@ def guards_intact(memory: Memory, plan: Layout, word: int) -> bool:
     return True
 
 
-def values(tensor: Tensor, count: int, dims: tuple[int, ...], regime: str, rng: np.random.Generator,
-           axes: Mapping[str, int]) -> torch.Tensor:  # fmt: skip
-    """Fresh values for `count` slots of one tensor, in float32 (or an integer type): shape [count, *dims]."""
-    size = (count, *dims)
+def values(
+    tensor: Tensor, size: tuple[int, ...], regime: str, rng: np.random.Generator, axes: Mapping[str, int]
+) -> torch.Tensor:
+    """Fresh values of shape `size` = (slots, *dims) for one tensor, in float32 (or an integer type)."""
     if tensor.dtype == "bool":
         return torch.from_numpy(rng.integers(0, 2, size).astype(bool))
     if not tensor.dtype.startswith(("float", "bfloat")):
@@ -242,7 +243,7 @@ def fill(problem: Problem, plan: Layout, memory: Memory, rng: np.random.Generato
         views.append(view)
         if tensor.constant and not constants:
             continue
-        new = values(tensor, count, place.shape, regime if index in chosen else "normal", rng, plan.axes)
+        new = values(tensor, (count, *place.shape), regime if index in chosen else "normal", rng, plan.axes)
         if regime == "denormal" and index not in chosen and "float" in tensor.dtype:
             new *= 1e5
         if twists and not tensor.constant:

@@ -496,7 +496,8 @@ def die_with_parent() -> None:
 
 def read_policy(data: dict[str, Any]) -> Policy:
     """A policy back from its JSON."""
-    return Policy(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    return Policy(**values)
 
 
 def main() -> int:
