@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -145,8 +146,12 @@ class Child:
             EngineFailure: the child is gone, answers with a failure, or does not answer in time (`hang`).
         """
         self.send(message)
+        return self.answer(str(message.get("op")), timeout_s)
+
+    def answer(self, what: str, timeout_s: float) -> Message:
+        """Wait for the reply to something sent before; see `ask`."""
         if not self._channel.readable(timeout_s):
-            raise EngineFailure("hang", f"no answer to {message.get('op')!r} in {timeout_s:.0f} s. {self.tail()}")
+            raise EngineFailure("hang", f"no answer to {what!r} in {max(timeout_s, 0):.0f} s. {self.tail()}")
         reply = self.receive()
         if reply is None:
             raise self.failure()
@@ -206,6 +211,7 @@ def spawn(
     log: Path,
     environment: Mapping[str, str] | None = None,
     name: str = "engine",
+    scratch: Path | None = None,
 ) -> Child:
     """Start `entry` ("package.module:function") in a fresh interpreter; it is called with its Channel.
 
@@ -219,6 +225,7 @@ def spawn(
         log: file that takes its standard output and error; appended to.
         environment: more variables.
         name: what it is, for the pid file.
+        scratch: a folder inside `children` that `reap` takes away with a leftover.
 
     Raises:
         EngineFailure: the process cannot be started (`start`).
@@ -250,8 +257,9 @@ def spawn(
     finally:
         theirs.close()
     pid_file = children / f"{name}-{process.pid}.json"
-    record = {"pid": process.pid, "started": _started(process.pid), "parent": os.getpid()}
+    record: dict[str, Any] = {"pid": process.pid, "started": _started(process.pid), "parent": os.getpid()}
     record["parent_started"] = _started(os.getpid())
+    record["scratch"] = None if scratch is None else scratch.name
     temporary = pid_file.with_suffix(".tmp")
     temporary.write_text(json.dumps(record))
     temporary.replace(pid_file)
@@ -274,6 +282,8 @@ def reap(children: Path) -> int:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
                 killed += 1
+        if record.get("scratch"):
+            shutil.rmtree(children / Path(record["scratch"]).name, ignore_errors=True)
         pid_file.unlink(missing_ok=True)
     return killed
 
