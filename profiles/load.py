@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kernels.errors import InputError
-from profiles.engines.base import KnobSpec
+from profiles.engines.base import Knob, KnobSpec
 from profiles.target import Target
 from profiles.workload import Workload
 
@@ -226,7 +226,9 @@ def check_knobs(workload: Workload, specs: Sequence[KnobSpec], file: object = No
         InputError: an unknown knob, or a value of another type than the knob's default.
     """
     known = {spec.name: spec for spec in specs}
-    named = [("knobs", name, (value,)) for name, value in workload.engine.knobs.items()]
+    named: list[tuple[str, str, tuple[Knob, ...]]] = [
+        ("knobs", name, (value,)) for name, value in workload.engine.knobs.items()
+    ]
     named += [("search", name, values) for name, values in workload.engine.search.items()]
     for table, name, values in named:
         key = f"engine.{table}.{name}"
@@ -384,7 +386,9 @@ def _walk(model: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], 
     Locations inside unions end in names of types; those are left out.
     """
     path: list[str] = []
-    owner, annotation, field = model, model, None
+    owner: type[BaseModel] = model
+    annotation: Any = model
+    field: Any = None
     for part in loc:
         inner = _model_in(annotation)
         if inner is not None and isinstance(part, str):

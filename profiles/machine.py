@@ -46,14 +46,14 @@ def caches(cpus: Sequence[int]) -> dict[str, int]:
     A level that holds no more than the one before is left out; empty where the system does not tell.
     """
     found: dict[str, dict[str, int]] = {}
+    sizes: dict[str, int] = {}
     for cpu in cpus:
         for level, shared, size in _cpu_caches(cpu):
             found.setdefault(f"l{level}", {})[shared] = size
-    sizes: dict[str, int] = {}
-    for level in sorted(found):
-        size = sum(found[level].values())
-        if size > 2 * max(sizes.values(), default=0):
-            sizes[level] = size
+    for name in sorted(found):
+        total = sum(found[name].values())
+        if total > 2 * max(sizes.values(), default=0):
+            sizes[name] = total
     return sizes
 
 

@@ -40,7 +40,7 @@ class Bound:
         return max(self.time_s, self.overhead_s)
 
 
-def bound(
+def bound(  # noqa: PLR0917 - three costs and three conditions, in the order of a sentence
     flops: float,
     bytes_read: float,
     bytes_written: float,
@@ -99,14 +99,17 @@ def ceilings(target: Target, threads: int, working_set_bytes: float) -> Ceilings
     gflops |= {dtype: g for dtype in ALIASES if (g := peak(target, dtype, threads))}
     if rest <= 0 and target.cache_bytes:
         name += ": inside caches of unknown speed"
-        return Ceilings(math.inf, math.inf, gflops, target.margin, trusted=False, name=name)
+        fastest = max(b.read_gbps for b in target.bandwidths)
+        return Ceilings(fastest, fastest, gflops, target.margin, trusted=False, name=name)
 
     def speed(way: str) -> float:
         """Mean GB/s over the working set, filled from the smallest cache up."""
         seconds, left, best = 0.0, max(rest, 1.0), 0.0
-        for level in sorted(_levels(target, threads), key=lambda b: b.capacity_bytes or math.inf):
-            # half of what a copy moves is read and half written: it may show more than either way alone
-            gbps = max(getattr(level, f"{way}_gbps") or level.read_gbps, (level.copy_gbps or 0.0) / 2)
+        levels = sorted(_levels(target, threads), key=lambda b: b.capacity_bytes or math.inf)
+        for i, level in enumerate(levels):
+            # half of what a copy moves is read and half written: it may show more than either way alone; and what an
+            # outer level gives, an inner one gives too
+            gbps = max(max(getattr(b, f"{way}_gbps") or b.read_gbps, (b.copy_gbps or 0.0) / 2) for b in levels[i:])
             part = min(left, level.capacity_bytes or left)
             seconds, left, best = seconds + part / (gbps * 1e9), left - part, gbps
             if left <= 0:
