@@ -180,6 +180,8 @@ class Trial(Record):
 
     run_id: str
     number: int
+    role: Literal["default", "search", "default_again"] = "search"
+    """The first trial and the last are the engine's defaults: what lies between them is drift."""
     knobs: dict[str, str | int | float | bool]
     resolved_hash: str | None = None
     resolved: dict[str, Any] = {}
