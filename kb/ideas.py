@@ -213,7 +213,7 @@ def _failed(store: Store, idea: str) -> list[dict[str, object]]:
 
 
 def backtrack(tree: Tree, failed_id: str, cause: str) -> None:
-    """After a failure: when a branch has failed often without a success, its open ideas are abandoned with the reason."""
+    """After a failure: a branch that failed often without a success has its open ideas abandoned, with the reason."""
     parent = tree.nodes[failed_id].idea.parent_id
     if parent is None:
         return
@@ -257,13 +257,16 @@ def decide(tree: Tree, result: EndToEnd) -> list[str]:
     return reopened
 
 
-def pick(tree: Tree, count: int, *, least_score: float = 0.0) -> tuple[list[Node], dict[str, str]]:
+def pick(
+    tree: Tree, count: int, *, least_score: float = 0.0, layers: Sequence[str] = ("settings", "framework", "kernel")
+) -> tuple[list[Node], dict[str, str]]:
     """The best open ideas that can be worked on at once.
 
     Args:
         tree: scored.
         count: most ideas to take.
         least_score: ideas at or below it are left.
+        layers: layers to pick from.
 
     Returns:
         (ideas, best first; why each better one that was passed over was passed over, by id).
@@ -276,7 +279,7 @@ def pick(tree: Tree, count: int, *, least_score: float = 0.0) -> tuple[list[Node
         if node.excluded:
             passed[node.idea.id] = node.excluded
             continue
-        if node.score <= least_score:
+        if node.score <= least_score or node.idea.layer not in layers:
             continue
         clash = next((t for t in taken if set(t.idea.sites) & set(node.idea.sites)), None)
         if clash is not None:

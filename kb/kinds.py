@@ -68,9 +68,8 @@ def _score_rows(ident: str, data: Row, digest: str) -> Iterator[Row]:
     for idea, parts in data["scores"].items():
         out = idea in data["excluded"]
         why = data["excluded"].get(idea, parts["why"])
-        yield {
-            **parts, **same, "id": f"{ident}/{idea}", "idea_id": idea, "event": "excluded" if out else "score", "reason": why
-        }  # fmt: skip
+        event = "excluded" if out else "score"
+        yield {**parts, **same, "id": f"{ident}/{idea}", "idea_id": idea, "event": event, "reason": why}
 
 
 def _by_id(record: Any) -> str:

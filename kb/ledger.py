@@ -92,7 +92,7 @@ def append(root: Path, con: duckdb.DuckDBPyConnection, envelopes: Sequence[files
 
 
 def sync(root: Path, con: duckdb.DuckDBPyConnection) -> None:
-    """Bring batch files that the database does not have yet into it: all at a rebuild, else those of a killed ingest."""
+    """Bring batch files that the database lacks into it: all at a rebuild, else those of a killed ingest."""
     lines = [line for batch in _batches(root, _last(con)) for line in batch]
     if lines:
         _insert(con, lines)

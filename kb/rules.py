@@ -16,7 +16,7 @@ MOST = 12
 
 
 def shown(store: Store, scope: Mapping[str, str]) -> list[Rule]:
-    """Rules in force for a scope: each of their own scope's keys has the value that the scope has. Best record first."""
+    """Rules in force for a scope: it has the value of each key of their own. Best record first."""
     found = [rule for rule in in_force(store) if rule.scope.items() <= scope.items()]
     return sorted(found, key=lambda r: (r.losses - r.wins, r.id))[:MOST]
 

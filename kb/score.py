@@ -1,11 +1,11 @@
 """What an idea is worth: score = P(success) · gain · urgency · (1 − accuracy penalty) / cost in minutes.
 
-* **P(success)** is the mean of a Beta posterior per lever. Its prior is the posterior of the operator family, whose prior
-  is that of the target family, whose prior is Beta(κ·p₀, κ·(1−p₀)) with p₀ = 0.4 and κ = 4: a lever that was never tried
-  is judged by its relatives, and each result of its own counts for more than theirs. Only verdicts and end-to-end
-  results count (the view `results`); crash risk takes its share off.
-* **Gain** is the share of end-to-end time that goes away: time share · (1 − 1/s), where s is the speed-up that the lever
-  has shown (median of its wins), and never more than the headroom to the roofline allows: time share · (1 − 1/headroom).
+* **P(success)** is the mean of a Beta posterior per lever. Its prior is the posterior of the operator family, whose
+  prior is that of the target family, whose prior is Beta(κ·p₀, κ·(1−p₀)) with p₀ = 0.4 and κ = 4: a lever that was
+  never tried is judged by its relatives, and each result of its own counts for more than theirs. Only verdicts and
+  end-to-end results count (the view `results`); crash risk takes its share off.
+* **Gain** is the share of end-to-end time that goes away: time share · (1 − 1/s), where s is the speed-up that the
+  lever has shown (median of its wins), and never more than time share · (1 − 1/headroom), which physics allows.
 * **Urgency** is 1 + ½·log2(headroom), at most 2, times the best peer's lead (1 to 2).
 """
 

@@ -55,7 +55,7 @@ class Store:
 
     def __init__(self, root: Path, *, threads: int = 2) -> None:
         self.root = root
-        self._config = {**_CLOSED, "threads": str(threads), "memory_limit": "1GB"}
+        self._config: dict[str, Any] = {**_CLOSED, "threads": str(threads), "memory_limit": "1GB"}
 
     @property
     def database(self) -> Path:
@@ -76,7 +76,7 @@ class Store:
         return files.write_many(self.root, records)
 
     def ingest(self) -> IngestReport:
-        """Bring every file that was written since the last ingest into the database. Cost grows with the new files only.
+        """Bring every file written since the last ingest into the database. Its cost grows with the new files only.
 
         A file that cannot be read is moved to `aside/` with the reason beside it; the rest is ingested.
 

@@ -31,8 +31,8 @@ class Opportunity:
     """The variable axes as seen in the profile, at the shape that takes most of the time."""
     time_share: float
     """Share of the end-to-end wall time, 0 to 1."""
-    headroom: float
-    """Measured time over time at the roofline, at least 1; 1 where the ceiling is unknown: no gain is then claimed."""
+    headroom: float | None
+    """Measured time over time at the roofline, at least 1; None where no ceiling can be trusted."""
     bound: str = "memory"
     """`memory`, `compute` or `overhead`."""
     measured_us: float = 0.0
@@ -123,6 +123,10 @@ class Proposal:
     """Only read for settings ideas, which have no opportunity: share of the time that the knob can touch."""
     headroom: float = 1.0
     """Only read for settings ideas: today's time over what the knob could reach at best."""
+    interacts_with: tuple[str, ...] = ()
+    """Settings ideas: operators whose promoted kernels reopen it."""
+    settled: str | None = None
+    """Why there is nothing to try now (the settings search did it); it enters the tree as `expired`, to be reopened."""
     claims: Mapping[str, Any] = field(default_factory=dict)
     """What the planner believes (an expected speed-up). Stored as a claim, never read by a score."""
 
