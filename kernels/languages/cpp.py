@@ -92,8 +92,10 @@ def _packer(library: ctypes.CDLL, problem: Problem) -> Any:
     size, pack = library[f"prepare_{problem.operator}_bytes"], library[f"prepare_{problem.operator}"]
     size.argtypes, size.restype = [ctypes.c_int64] * len(axes), ctypes.c_int64
     constants = [tensor for tensor in problem.inputs if tensor.constant]
-    scalar = {True: ctypes.c_int64, False: ctypes.c_float}
-    types = [ctypes.c_void_p if t.shape is not None else scalar[t.dtype.startswith("int")] for t in constants]
+    scalar: dict[bool, Any] = {True: ctypes.c_int64, False: ctypes.c_float}
+    types: list[Any] = [
+        ctypes.c_void_p if t.shape is not None else scalar[t.dtype.startswith("int")] for t in constants
+    ]
     pack.argtypes, pack.restype = [*types, ctypes.c_void_p, *[ctypes.c_int64] * len(axes)], None
 
     def prepare(*given: Any) -> Packed:

@@ -89,3 +89,56 @@ static inline void store_row(bf16* y, const Lanes (&sums)[VECTORS], int64_t colu
       store_some(y + 16 * v, sums[v], columns - 16 * v);
   }
 }
+
+// Rows of x against one packed block, R at a time, R <= ROWS.
+template <int R>
+static void tile(const bf16* x, const bf16* w, bf16* y, int64_t n, int64_t k, int64_t columns) {
+  Lanes sums[R][VECTORS];
+  multiply<R>(x, k, w, k, sums);
+#pragma GCC unroll 32
+  for (int r = 0; r < R; ++r) store_row(y + r * n, sums[r], columns);
+}
+
+template <int R>
+static void tile_of(int64_t rows, const bf16* x, const bf16* w, bf16* y, int64_t n, int64_t k, int64_t columns) {
+  if (rows == R)
+    tile<R>(x, w, y, n, k, columns);
+  else if constexpr (R > 1)
+    tile_of<R - 1>(rows, x, w, y, n, k, columns);
+}
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline int64_t block_size(int64_t k) { return COLUMNS * ceil_div(k, 2) * 2; }
+
+// Packs w[n, k]. To be called by every thread of a team.
+static void pack(const bf16* w, bf16* to, int64_t n, int64_t k) {
+#pragma omp for schedule(static)
+  for (int64_t b = 0; b < ceil_div(n, COLUMNS); ++b) pack_block(w, to + b * block_size(k), b, n, k);
+}
+
+// The whole product. To be called by every thread of a team; ends with a barrier.
+static void gemm(const bf16* x, const bf16* packed, bf16* y, int64_t m, int64_t n, int64_t k) {
+  const int64_t blocks = ceil_div(n, COLUMNS), chunks = ceil_div(m, ROW_CHUNK), chunk = ceil_div(m, chunks);
+#pragma omp for collapse(2) schedule(SCHEDULE)
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int64_t c = 0; c < chunks; ++c) {
+      const int64_t first = c * chunk, last = least(first + chunk, m);
+      const int64_t step = last > first ? ceil_div(last - first, ceil_div(last - first, ROWS)) : 1;
+      for (int64_t r = first; r < last; r += step)
+        tile_of<ROWS>(least(step, last - r), x + r * k, packed + b * block_size(k), y + r * n + b * COLUMNS, n, k,
+                      n - b * COLUMNS);
+    }
+}
+
+// Room that lives as long as the calling thread and grows when needed.
+static bf16* scratch(int64_t count) {
+  static thread_local bf16* room = nullptr;
+  static thread_local int64_t size = 0;
+  if (count > size) {
+    free(room);
+    size = ceil_div(count, 32) * 32;
+    room = (bf16*)aligned_alloc(64, size * sizeof(bf16));
+  }
+  return room;
+}
