@@ -175,10 +175,18 @@ def test_kl_is_relative_to_stock():
 def test_too_few_tokens_are_unknown_and_not_a_pass():
     few = verdict(honest(n=1, seed=3))
     assert few.status == "cannot_evaluate"
-    noisy = verdict(honest(n=3, tokens=16, top1=15, noise=2, prefix="x", seed=6))
-    assert noisy.status in ("cannot_evaluate", "fail")
-    assert "too few tokens" in noisy.reason or noisy.status == "fail"
-    close = honest(n=16, top1=124, noise=3, seed=5)
+    assert "unknown" in few.reason or "single request" in few.reason
+
+    def dropped(*drops):
+        requests = honest().requests
+        return Sample(
+            requests=[r.model_copy(update={"top1": r.top1 - drops[i % len(drops)]}) for i, r in enumerate(requests)]
+        )  # fmt: skip
+
+    noisy = verdict(dropped(-3, 4, -9, 10))  # half a token worse, give or take two
+    assert noisy.status == "cannot_evaluate"
+    assert "too few tokens" in noisy.reason
+    close = dropped(-1, 3)  # one token of 128 worse, the limit is 1.25
     assert verdict(close).status == "pass"
     strict = verdict(close, strict=True)
     assert strict.status == "cannot_evaluate"
