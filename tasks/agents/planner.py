@@ -60,11 +60,12 @@ def _grown(context: PlanContext) -> Iterable[Proposal]:
         if idea.status in _WORKED:
             family = idea.approach.removeprefix("template:")
             for one in context.opportunities:
-                if one.problem.operator == idea.operator and one.problem.name != idea.problem_name:
-                    if family in one.families:
-                        yield _kernel(context, one, family, parent=idea)
-        for family in own.families if own else ():
-            yield _kernel(context, own, family, parent=idea, neighbour=True)
+                sibling = one.problem.operator == idea.operator and one.problem.name != idea.problem_name
+                if sibling and family in one.families:
+                    yield _kernel(context, one, family, parent=idea)
+        if own is not None:
+            for family in own.families:
+                yield _kernel(context, own, family, parent=idea, neighbour=True)
 
 
 def _kernel(
@@ -87,9 +88,7 @@ def _kernel(
     if shapes > 1:
         derivation += f"; {shapes - 1} more shapes of this class follow when it wins"
     if parent is None and one.covers:
-        hypothesis = (
-            f"Fusing {' + '.join(one.covers)} into one {operator} kernel keeps what lies between out of memory."
-        )
+        hypothesis = f"One {operator} kernel for {' + '.join(one.covers)} keeps what lies between out of memory."
     elif parent is None:
         hypothesis = f"A tuned {family} kernel for {one.problem.name} comes closer to its {one.bound} roofline."
     elif neighbour:
@@ -111,7 +110,7 @@ def _kernel(
 
 
 def _knobs(settings: SettingsResult | None) -> Iterable[Proposal]:
-    """One idea per knob: what it was worth among the trials is what it may be worth again when its neighbours change."""
+    """One idea per knob: what it was worth among the trials it may be worth again when its neighbours change."""
     if settings is None:
         return
     for knob in sorted(settings.knobs, key=lambda k: k.name):
