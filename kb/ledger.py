@@ -217,7 +217,7 @@ def _rows_that_differ(
     con.register("held", arrow(table, ours))
     names = ", ".join(f"CAST({name} AS VARCHAR)" if dtype == "JSON" else name for name, dtype in columns(table))
     query = "SELECT DISTINCT id FROM (SELECT {n} FROM {a} EXCEPT SELECT {n} FROM {b}) ORDER BY id"
-    found = []
+    found: list[Fault] = []
     for left, right, problem in (
         (table, "held", "its row in the database does not match its file"),
         ("held", table, "its row is missing from the database, or differs"),

@@ -103,15 +103,19 @@ def plan_round(
         worth: exchange rate of the stop rule.
     """
     tree = ideas.load(store, context.run_id, clock.now)
-    scope = _keep_scope(store, context.run_id, f"plan-{context.round}", "plan", describe(context), context)
+    scope = _keep_scope(store, context)
     added = [i for p in planner.plan(context) if (i := _admit(store, tree, context, p, scope.id)) is not None]
+    seen = {o.problem.name for o in context.opportunities}
+    # What the profile no longer shows (a fused kernel took it over) has nothing left to give.
+    names = {n.idea.problem_name for n in tree.open() if n.idea.problem_name}
+    gone = dict.fromkeys(names - seen, (0.0, 1.0))
     tree.rescore(
         score.odds(store, ruler=ruler),
         target_family=context.target_family,
         cause=f"round-{context.round}",
         why=f"round {context.round} was planned from a new profile",
         peer_ratio=context.peer_ratio,
-        now=newest(context.opportunities),
+        now=gone | newest(context.opportunities),
     )
     stop = stop_reason(tree, context, worth or Worth(), layers)
     picked, passed = ([], {}) if stop else ideas.pick(tree, count, layers=layers)
@@ -125,7 +129,7 @@ def newest(opportunities: Sequence[Opportunity]) -> dict[str, tuple[float, float
 
 
 def _admit(store: Store, tree: ideas.Tree, context: PlanContext, p: Proposal, scope_id: str) -> str | None:
-    """Put a proposal into the tree; None where the tree has it, or it names a problem that the profile does not have."""
+    """Put a proposal into the tree; None where the tree has it, or its problem is not in the profile."""
     by_name = {o.problem.name: o for o in context.opportunities}
     one = by_name.get(p.problem_name or "")
     unknown = p.problem_name is not None and one is None
@@ -245,9 +249,10 @@ def task_for(
     )  # fmt: skip
 
 
-def _keep_scope(store: Store, run_id: str, name: str, purpose: str, text: str, context: PlanContext) -> Scope:
+def _keep_scope(store: Store, context: PlanContext) -> Scope:
+    text = describe(context)
     scope = Scope(
-        id=f"{run_id}-{name}-{content_hash(text)[:12]}", run_id=run_id, purpose=purpose, text=text,
+        id=f"{context.run_id}-plan-{context.round}-{content_hash(text)[:12]}", run_id=context.run_id, purpose="plan", text=text,
         lessons=tuple(x.id for x in context.lessons), rules=tuple(r.id for r in context.rules),
         crash_sets=tuple(c.id for c in context.crash_sets), at=clock.now(),
     )  # fmt: skip
@@ -260,9 +265,8 @@ def describe(context: PlanContext) -> str:
     rows = [f"Round {context.round} on {context.engine}, {context.dtype}, target {context.target}."]
     for o in sorted(context.opportunities, key=lambda o: (-o.time_share, o.problem.name)):
         gap = "ceiling unknown" if o.headroom is None else f"{o.headroom:.2f}× its roofline ({o.bound})"
-        rows.append(
-            f"{o.problem.name}: {o.time_share:.1%} of the time, {gap}; templates: {', '.join(o.families) or '–'}"
-        )
+        templates = ", ".join(o.families) or "–"
+        rows.append(f"{o.problem.name}: {o.time_share:.1%} of the time, {gap}; templates: {templates}")
     if context.settings:
         s = context.settings
         rows.append(f"Settings: {s.metric} {s.stock_value} stock, {s.best_value} best, {dict(s.best_knobs)}")

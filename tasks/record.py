@@ -19,10 +19,10 @@ class Recorded:
 
     rescored: int
     """Open ideas whose score changed."""
-    reopened: tuple[str, ...]
-    """Settings ideas that were reopened."""
     head: str
     """Head of the ledger."""
+    reopened: tuple[str, ...]
+    """Settings ideas that were reopened."""
 
 
 def record(store: Store, records: Sequence[Record]) -> IngestReport:
@@ -78,7 +78,17 @@ def record_outcome(
     ideas.conclude(tree, outcome)
     why = f"{outcome.lever} on {outcome.problem_name}: {outcome.conclusion.replace('_', ' ')}"
     family = outcome.provenance.target_family
-    return _rescored(store, tree, family, outcome.campaign_id, why, opportunities, peer_ratio, ruler, ())
+    count = _rescore(
+        store,
+        tree,
+        outcome.campaign_id,
+        why,
+        target_family=family,
+        opportunities=opportunities,
+        peer_ratio=peer_ratio,
+        ruler=ruler,
+    )
+    return Recorded(*count, reopened=())
 
 
 def record_end_to_end(
@@ -89,14 +99,24 @@ def record_end_to_end(
     peer_ratio: float | None = None,
     ruler: str | None = None,
 ) -> Recorded:
-    """An end-to-end comparison was decided: promotes or rejects its idea, reopens settings, rescores every open idea."""
+    """An end-to-end decision: promotes or rejects its idea, reopens settings, rescores every open idea."""
     store.write(result)
     store.ingest()
     tree = ideas.load(store, result.run_id, clock.now)
     reopened = tuple(ideas.decide(tree, result))
     why = f"end to end: {result.decision}" + (f" at {result.ratio:.3f}×" if result.ratio else "")
     family = result.provenance.target_family
-    return _rescored(store, tree, family, result.id, why, opportunities, peer_ratio, ruler, reopened)
+    count = _rescore(
+        store,
+        tree,
+        result.id,
+        why,
+        target_family=family,
+        opportunities=opportunities,
+        peer_ratio=peer_ratio,
+        ruler=ruler,
+    )
+    return Recorded(*count, reopened=reopened)
 
 
 def record_crash(store: Store, **fields: Any) -> CrashSet:
@@ -106,14 +126,19 @@ def record_crash(store: Store, **fields: Any) -> CrashSet:
     return known
 
 
-def _rescored(
-    store: Store, tree: ideas.Tree, family: str, cause: str, why: str, opportunities: Sequence[Opportunity],
-    peer_ratio: float | None, ruler: str | None, reopened: tuple[str, ...],
-) -> Recorded:  # fmt: skip
+def _rescore(
+    store: Store,
+    tree: ideas.Tree,
+    cause: str,
+    why: str,
+    *,
+    target_family: str,
+    opportunities: Sequence[Opportunity],
+    peer_ratio: float | None,
+    ruler: str | None,
+) -> tuple[int, str]:
     store.ingest()
-    done = tree.rescore(
-        score.odds(store, ruler=ruler), target_family=family, cause=cause, why=why, peer_ratio=peer_ratio,
-        now=newest(opportunities),
-    )  # fmt: skip
-    report = store.ingest()
-    return Recorded(len(done.scores) if done else 0, reopened, report.head)
+    known = score.odds(store, ruler=ruler)
+    now = newest(opportunities)
+    done = tree.rescore(known, target_family=target_family, cause=cause, why=why, peer_ratio=peer_ratio, now=now)
+    return len(done.scores) if done else 0, store.ingest().head
