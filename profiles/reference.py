@@ -150,12 +150,15 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 def serve(channel: Channel) -> None:
     """The child: load, then answer until the parent is gone."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     first = channel.receive()
     if first is None:
         return
+    if not Path(first["model"], "config.json").is_file():
+        channel.send({"failure": "start", "detail": f"the reference cannot load the model: no {first['model']}"})
+        return
+    import torch
+    from transformers import AutoModelForCausalLM
+
     torch.set_num_threads(first["threads"])
     torch.set_grad_enabled(False)
     try:

@@ -388,7 +388,7 @@ def _as_answer(side: _Side) -> Iterator[None]:
 
 
 def _signal(engine: Engine, number: signal.Signals) -> None:
-    """Stop or continue the engine's process group(s), where the adapter names them (`process_group`)."""
+    """Stop or continue the engine's process group(s), where the adapter names them."""
     groups = _groups(engine)
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -396,10 +396,8 @@ def _signal(engine: Engine, number: signal.Signals) -> None:
 
 
 def _groups(engine: Engine) -> tuple[int, ...]:
-    try:
-        found = getattr(engine, "process_group", None)
-    except (AttributeError, EngineFailure):
-        return ()  # not started, or already gone
+    """`process_group` where the adapter has one, else `pids`: each child leads a group of its own."""
+    found: Any = getattr(engine, "process_group", None)
     if found is None:
-        return ()
+        found = getattr(engine, "pids", ())
     return (found,) if isinstance(found, int) else tuple(found)

@@ -65,8 +65,8 @@ class ScriptedEngine:
         return Resolved(engine="scripted", version="1", config={"token_s": self._script.get("token_s")})
 
     @property
-    def process_group(self) -> int:
-        return self._child.pid
+    def process_group(self) -> int | None:
+        return None if self._child is None else self._child.pid
 
     def _read(self) -> None:
         while (message := self._child.receive()) is not None:
