@@ -411,8 +411,8 @@ def now_s() -> float:
     return time.perf_counter()
 
 
-def environment_for(threads: int | None, wait_policy: str, extra: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
-    """OpenMP and Hugging Face variables of an engine process. `threads` None leaves the number to the engine."""
+def environment_for(threads: int, wait_policy: str, extra: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """OpenMP and Hugging Face variables of an engine process."""
     values = {
         "USE_HUB_KERNELS": "NO",
         "HF_HUB_OFFLINE": "1",
@@ -420,8 +420,7 @@ def environment_for(threads: int | None, wait_policy: str, extra: Sequence[tuple
         "TOKENIZERS_PARALLELISM": "0",
     }
     values |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    if threads is not None:
-        values |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    values |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     if wait_policy != "default":
         values["OMP_WAIT_POLICY"] = wait_policy.upper()
     return values | dict(extra)

@@ -188,7 +188,7 @@ class TransformersEngine:
                     raise EngineFailure("start", detail) from error
 
     def _start_children(self) -> list[Message]:
-        threads = int(self._knobs["threads"]) or None
+        threads = int(self._knobs["threads"])
         self._scratch = Path(tempfile.mkdtemp(prefix="engine-", dir=self._children_dir))
         extra = [("HOME", str(self._scratch)), ("TMPDIR", str(self._scratch))]
         writable = []

@@ -25,8 +25,8 @@ DEFAULTS: dict[str, Knob] = {
     "torch_compile": False,
     "prompt_lookup": 0,
 }
-"""Stock. `threads` 0: as many as torch takes by itself (with replicas: an equal share of the cores); `max_batch` 0: the
-workload's concurrency (an equal share of it with replicas). `scheduler` static: the faster stock path of the two."""
+"""Stock. `threads` 0: all physical cores, which is what torch takes by itself (an equal share of them with replicas);
+`max_batch` 0: the workload's concurrency (an equal share of it with replicas). `scheduler` static: the faster stock path of the two."""
 
 _CHOICES: dict[str, tuple[Knob, ...]] = {
     "wait_policy": ("default", "passive", "active"),
@@ -58,9 +58,9 @@ def knob_specs(workload: Workload, model_dir: Path) -> tuple[KnobSpec, ...]:
     specs = [
         KnobSpec(
             name="threads",
-            choices=(0, *sorted(powers | {many})),
+            choices=(0, *sorted(n for n in powers if n < many)),
             default=0,
-            help="OpenMP threads of each replica; 0 leaves it to torch",
+            help="OpenMP threads of each replica; 0: the cores shared by the replicas",
             interacts_with=("linear", "attention"),
         ),
         KnobSpec(
@@ -72,7 +72,7 @@ def knob_specs(workload: Workload, model_dir: Path) -> tuple[KnobSpec, ...]:
         ),
         KnobSpec(
             name="max_batch",
-            choices=(0, *sorted(batches)),
+            choices=(0, *sorted(batches - {0})),
             default=0,
             help="most requests of one batch in each replica; 0: the workload's concurrency shared by the replicas",
             interacts_with=("linear", "attention"),
@@ -153,7 +153,7 @@ def resolve(knobs: Mapping[str, Knob], workload: Workload, model_dir: Path) -> d
     values = {**DEFAULTS, **knobs}
     replicas = max(1, int(values["replicas"]))
     values["replicas"] = replicas
-    if replicas > 1 and not values["threads"]:
+    if not values["threads"]:  # said outright: inside the sandbox the libraries' own count comes out wrong
         values["threads"] = max(1, cores() // replicas)
     if not values["max_batch"]:
         traffic = workload.traffic
@@ -163,7 +163,7 @@ def resolve(knobs: Mapping[str, Knob], workload: Workload, model_dir: Path) -> d
 
 def refuse(values: Mapping[str, Knob], kernels: int) -> None:
     """Raise EngineFailure (`refused`) where settings do not go together, before anything is started."""
-    threads, replicas = int(values["threads"]) or cores(), int(values["replicas"])
+    threads, replicas = int(values["threads"]), int(values["replicas"])
     reason = ""
     if threads * replicas > max(cores(), len(os.sched_getaffinity(0))):
         reason = f"{replicas} replicas of {threads} threads need more than the {cores()} cores there are"
