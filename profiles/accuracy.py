@@ -85,7 +85,8 @@ class Check(Record):
     """How much worse than stock (or the share, the count), in the units of the name."""
     limit: float | None = None
     detectable: float | None = None
-    """Smallest true worsening that this check shows with 80 % probability at 95 % confidence."""
+    """Smallest true worsening that this check shows with 80 % probability at 95 % confidence; None where unknown, as
+    when every request equals stock's and nothing tells how much it could have varied."""
     detail: str
 
 
@@ -276,17 +277,18 @@ def _worsening(engine: dict[str, float], stock: dict[str, float]) -> tuple[float
 
 def _within(name: str, what: str, worse: float, error: float | None, *, limit: float, strict: bool) -> Check:
     detectable = None if error is None else detectable_difference(error)
-    common = {"name": name, "value": worse, "limit": limit, "detectable": detectable}
-    said = f"{what} is {worse:.4g} worse than stock's (limit {limit:.4g})"
+    said = f"{what[0].upper()}{what[1:]} is {worse:.4g} worse than stock's (limit {limit:.4g})"
+    status: Status = "cannot_evaluate"
     if worse > limit:
-        return Check(status="fail", detail=f"{said}.".capitalize(), **common)
-    if error is None or detectable is None:
-        return Check(status="cannot_evaluate", detail=f"{said}, from a single request: unknown.".capitalize(), **common)
-    upper = worse + float(distributions.norm.ppf(0.95)) * error
-    if strict and upper > limit:
+        status, detail = "fail", f"{said}."
+    elif error is None or detectable is None:
+        detail = f"{said}, from a single request: unknown."
+    elif error == 0 and worse == 0:
+        status, detectable, detail = "pass", None, f"{what[0].upper()}{what[1:]} is stock's in every request."
+    elif strict and (upper := worse + float(distributions.norm.ppf(0.95)) * error) > limit:
         detail = f"{said}, but may be {upper:.4g} worse: too few tokens to resolve it."
-        return Check(status="cannot_evaluate", detail=detail.capitalize(), **common)
-    if detectable > RESOLUTION * max(limit, 1e-9):
+    elif detectable > RESOLUTION * max(limit, 1e-9):
         detail = f"{said}, but only {detectable:.4g} would have been seen: too few tokens to resolve it."
-        return Check(status="cannot_evaluate", detail=detail.capitalize(), **common)
-    return Check(status="pass", detail=f"{said}; {detectable:.4g} would have been seen.".capitalize(), **common)
+    else:
+        status, detail = "pass", f"{said}; {detectable:.4g} would have been seen."
+    return Check(name=name, status=status, value=worse, limit=limit, detectable=detectable, detail=detail)

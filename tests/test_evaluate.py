@@ -124,7 +124,7 @@ def test_speed_on_memorised_prompts_only_is_refused(run):
     [
         ({"junk": 0.3}, "regret"),  # its own distributions are perfect: only the timed tokens tell
         ({"witness": "nan"}, "NaN"),
-        ({"witness": "flat"}, "Mean kl"),
+        ({"witness": "flat"}, "Mean KL"),
     ],
 )
 def test_fast_and_wrong_fails_accuracy(run, script, word):
