@@ -1,5 +1,10 @@
-// y = w · x / sqrt(mean(x²) + eps) for one row; rounded before the weight, as Llama does.
-template <typename T>
+// y = w · x / sqrt(mean(x²) + eps) for one row; with ROUNDED also rounded before the weight, as Llama does.
+template <bool ROUNDED, typename T>
+static inline Lanes scaled(Lanes x, float scale, Lanes w, const T* like) {
+  return (ROUNDED ? round_to(x * scale, like) : x * scale) * w;
+}
+
+template <bool ROUNDED, typename T>
 static inline void norm_row(const T* x, const T* w, float eps, T* y, int64_t cols) {
   Lanes squares[NORM_UNROLL] = {};
   int64_t c = 0;
@@ -15,7 +20,8 @@ static inline void norm_row(const T* x, const T* w, float eps, T* y, int64_t col
   }
   for (int u = 1; u < NORM_UNROLL; ++u) squares[0] += squares[u];
   const float scale = 1.0f / sqrtf(sum(squares[0]) / (float)cols + eps);
-  for (c = 0; c + 16 <= cols; c += 16) store(y + c, round_to(load(x + c) * scale, y) * load(w + c));
-  if (c < cols)
-    store_some(y + c, round_to(load_some(x + c, cols - c) * scale, y) * load_some(w + c, cols - c), cols - c);
+  for (c = 0; c + 16 <= cols; c += 16) store(y + c, scaled<ROUNDED>(load(x + c), scale, load(w + c), y));
+  const int64_t rest = cols - c;
+  if (rest > 0)
+    store_some(y + c, scaled<ROUNDED>(load_some(x + c, rest), scale, load_some(w + c, rest), y), rest);
 }
