@@ -60,7 +60,7 @@ def measure_target(cache: Path, *, force: bool = False, progress: Callable[[str]
         return known
     say("compiling the measuring kernels")
     library = _compile(cache)
-    target = _target(_run_probe(library, say))
+    target = _target(_run_probe(library, say, CAP_S))
     if known is not None:
         # Ceilings never fall: what this machine reached once, it can reach again.
         target = _higher(target, known)
@@ -164,7 +164,7 @@ def _compile(cache: Path) -> Path:
     return library
 
 
-def _run_probe(library: Path, say: Callable[[str], None], cap_s: float = CAP_S) -> dict[str, Any]:
+def _run_probe(library: Path, say: Callable[[str], None], cap_s: float) -> dict[str, Any]:
     """Start the measuring child and wait for its result.
 
     Raises:
