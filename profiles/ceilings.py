@@ -38,13 +38,16 @@ def fingerprint() -> str:
     return _machine_fingerprint()
 
 
-def measure_target(cache: Path, *, force: bool = False, progress: Callable[[str], None] | None = None) -> Target:
+def measure_target(
+    cache: Path, *, force: bool = False, progress: Callable[[str], None] | None = None, cap_s: float = CAP_S
+) -> Target:
     """Give this machine as a Target, from `cache` when it was measured there before.
 
     Args:
         cache: folder for the results, one JSON file per fingerprint, and for the compiled kernels.
         force: measure even if there is a result.
-        progress: called with a short line of text at each step.
+        progress: called with a short line of text at each step, at last with the ceilings.
+        cap_s: seconds for measuring, without compiling and starting the child; less means fewer repeats.
 
     Returns:
         A target with origin `measured`. With `noisy` set it was measured on a busy machine, `noise` says why, it is not
@@ -60,13 +63,23 @@ def measure_target(cache: Path, *, force: bool = False, progress: Callable[[str]
         return known
     say("compiling the measuring kernels")
     library = _compile(cache)
-    target = _target(_run_probe(library, say, CAP_S))
+    target = _target(_run_probe(library, say, cap_s))
     if known is not None:
         # Ceilings never fall: what this machine reached once, it can reach again.
         target = _higher(target, known)
     if not target.noisy:
         _write(file, target.model_dump_json(indent=1))
+    say(summary(target))
     return target
+
+
+def summary(target: Target) -> str:
+    """The ceilings at the highest thread count in one line, for people."""
+    threads = max(f.threads for f in target.flops)
+    levels = [f"{b.level} {b.read_gbps:,.0f}" for b in target.bandwidths if b.threads == threads]
+    rates = [f"{f.dtype} {f.gflops:,.0f}" for f in target.flops if f.threads == threads]
+    text = f"{target.device}, {threads} threads: reads {', '.join(levels)} GB/s; {', '.join(rates)} GFLOP/s"
+    return f"{text} (not trusted: {target.noise})" if target.noisy else text
 
 
 def _target(result: dict[str, Any]) -> Target:

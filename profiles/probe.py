@@ -309,6 +309,8 @@ def measure(library: str, cap_s: float, say: Callable[[str], None]) -> dict[str,
         `bandwidths`, `flops` (rows of the Target record, the best over all attempts), `call_overhead_us`, `noise`
         (empty when the last attempt was quiet, else the shortest account of why one was not) and `attempts`.
     """
+    import torch  # noqa: F401 - before the clock starts
+
     end = time.perf_counter() + cap_s
     cpus = cpus_spread()
     kernels = Kernels(library, cpus)
@@ -316,7 +318,7 @@ def measure(library: str, cap_s: float, say: Callable[[str], None]) -> dict[str,
     reasons: list[str] = []
     while True:
         start = time.perf_counter()
-        while idle_share(cpus, 0.2) < 1 - FOREIGN_LIMIT and time.perf_counter() < start + 1.5:
+        while idle_share(cpus, 0.2) < 1 - FOREIGN_LIMIT and time.perf_counter() < start + min(1.5, cap_s / 10):
             say("waiting for other processes to calm down")
         budget_s = min(6.0, (end - time.perf_counter()) * 0.8)
         before, own, at = psutil.cpu_times(percpu=True), _own_cpu_s(), time.perf_counter()

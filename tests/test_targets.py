@@ -49,15 +49,15 @@ def test_wrong_targets(tmp_path):
 def measured(tmp_path_factory):
     """One real, short measurement of this machine, with what it said on the way."""
     folder, said = tmp_path_factory.mktemp("targets"), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ceilings, "CAP_S", 3.0)
-        target = ceilings.measure_target(folder, progress=said.append)
+    target = ceilings.measure_target(folder, progress=said.append, cap_s=3.0)
     return folder, said, target
 
 
 def test_this_machine_is_measured(measured):
     folder, said, target = measured
     assert any("dram bandwidth" in line for line in said)
+    assert said[-1] == ceilings.summary(target)
+    assert ("not trusted" in said[-1]) == target.noisy
     assert target.fingerprint == fingerprint()
     assert target.origin == "measured"
     assert target.call_overhead_us > 0
