@@ -142,7 +142,7 @@ class Tree:
             self.nodes[node.idea.id] = Node(scored, node.number, reason)
         if not changed:
             return None
-        ident = f"{self.run_id}-{content_hash([cause, sorted(changed)])[:16]}"
+        ident = f"{self.run_id}-{content_hash([cause, {k: v.score for k, v in changed.items()}, out])[:16]}"
         record = Rescore.model_construct(id=ident, run_id=self.run_id, cause=cause, scores=changed, excluded=out, at=at)
         self.store.write(record)
         return record

@@ -126,7 +126,8 @@ def kind_of(record: r.Record) -> Kind:
 def schema_sql() -> str:
     """schema.sql, with COMMENT ON statements made of the words behind `--`."""
     text = files("kb").joinpath("schema.sql").read_text(encoding="utf-8")
-    statements = [text]
+    # One transaction: a comment each in its own would cost a sync each.
+    statements = ["BEGIN;", text]
     table = ""
     for line in text.splitlines():
         if found := re.match(r"CREATE (TABLE|VIEW) (\w+).*? -- (.+)", line):
@@ -134,7 +135,7 @@ def schema_sql() -> str:
             statements.append(f"COMMENT ON {found[1]} {table} IS '{_quoted(found[3])}';")
         elif found := re.match(r"  (\w+) [A-Z]+\b[^-]*-- (.+)", line):
             statements.append(f"COMMENT ON COLUMN {table}.{found[1]} IS '{_quoted(found[2])}';")
-    return "\n".join(statements)
+    return "\n".join([*statements, "COMMIT;"])
 
 
 def _quoted(words: str) -> str:

@@ -70,8 +70,8 @@ def append(root: Path, con: duckdb.DuckDBPyConnection, envelopes: Sequence[files
     if not fresh:
         return
     fresh.sort(key=lambda e: (e.record.get("at", ""), e.kind, e.id))
-    last = con.execute("SELECT number, head FROM ledger ORDER BY number DESC LIMIT 1").fetchall()
-    number, head_now = last[0] if last else (0, START)
+    newest = con.execute("SELECT number, head FROM ledger ORDER BY number DESC LIMIT 1").fetchall()
+    number, head_now = newest[0] if newest else (0, START)
     lines = []
     for number_now, envelope in enumerate(fresh, start=number + 1):
         head_now = link(head_now, envelope.kind, envelope.id, envelope.hash)
@@ -93,26 +93,26 @@ def append(root: Path, con: duckdb.DuckDBPyConnection, envelopes: Sequence[files
 
 def sync(root: Path, con: duckdb.DuckDBPyConnection) -> None:
     """Bring batch files that the database lacks into it: all at a rebuild, else those of a killed ingest."""
-    lines = [line for batch in _batches(root, _last(con)) for line in batch]
+    lines = [line for batch in _batches(root, last(con)) for line in batch]
     if lines:
         _insert(con, lines)
 
 
-def synced(root: Path, database: Path) -> bool:
-    """Whether the database has every batch file: no ingest was killed between the two."""
-    with duckdb.connect(str(database.resolve()), read_only=True) as con:
-        return not (root / "ledger" / f"{_last(con) + 1:012d}.json").exists()
+def synced(root: Path, last_line: int) -> bool:
+    """Whether a database with lines up to `last_line` has every batch file: no ingest was killed between the two."""
+    return not (root / "ledger" / f"{last_line + 1:012d}.json").exists()
 
 
-def _last(con: duckdb.DuckDBPyConnection) -> int:
+def last(con: duckdb.DuckDBPyConnection) -> int:
+    """Number of the database's last line; 0 when the ledger is empty."""
     return int(con.execute("SELECT coalesce(max(number), 0) FROM ledger").fetchall()[0][0])
 
 
 def head(root: Path) -> str:
     """Head of the ledger by its files; `START` when it is empty."""
     folder = root / "ledger"
-    last = max((p.name for p in folder.glob("[0-9]*.json")), default=None) if folder.is_dir() else None
-    return START if last is None else str(json.loads((folder / last).read_text(encoding="utf-8"))[-1]["head"])
+    newest = max((p.name for p in folder.glob("[0-9]*.json")), default=None) if folder.is_dir() else None
+    return START if newest is None else str(json.loads((folder / newest).read_text(encoding="utf-8"))[-1]["head"])
 
 
 def _batches(root: Path, after: int) -> Iterator[list[dict[str, Any]]]:

@@ -25,7 +25,15 @@ from kb.records import Record
 from kernels.errors import InputError
 
 Params = Sequence[Any] | Mapping[str, Any] | None
-_CLOSED = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+_CLOSED: dict[str, Any] = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+# One and the same for every reader: DuckDB refuses a second connection of a process with other settings.
+_READ = {
+    **_CLOSED,
+    "threads": 2,
+    "memory_limit": "1GB",
+    "enable_external_access": "false",
+    "lock_configuration": "true",
+}
 _CHUNK = 20_000
 _STALE_S = 3600.0
 
@@ -50,7 +58,7 @@ class Store:
 
     Args:
         root: its folder (`.roofloop/kb`); made when first written to.
-        threads: threads that DuckDB may use.
+        threads: threads that an ingest may use.
     """
 
     def __init__(self, root: Path, *, threads: int = 2) -> None:
@@ -88,13 +96,13 @@ class Store:
         inbox = self.root / "inbox"
         with self._locked():
             self._sweep()
-            version = self._version()
+            version, last = self._state()
             if version is not None and version > SCHEMA_VERSION:
                 raise self._newer(version)
             if version is not None and version < SCHEMA_VERSION:
                 return self._build(start, files.every(self.root), fresh=True)
             entries = sorted(inbox.iterdir()) if inbox.is_dir() else []
-            if not entries and version is not None and ledger.synced(self.root, self.database):
+            if not entries and version is not None and ledger.synced(self.root, last):
                 return IngestReport(0, 0, (), ledger.head(self.root), time.monotonic() - start)
             set_aside: list[tuple[str, str]] = []
             paths = []
@@ -143,15 +151,14 @@ class Store:
             con.close()
 
     def _open(self) -> duckdb.DuckDBPyConnection:
-        closed = {**self._config, "enable_external_access": "false", "lock_configuration": "true"}
         for _ in range(20):
             if not self.database.is_symlink():
-                con = duckdb.connect(":memory:", config=closed)
+                con = duckdb.connect(":memory:", config=_READ)
                 con.execute(schema_sql())
                 return con
             path = self.database.resolve()
             try:
-                con = duckdb.connect(str(path), read_only=True, config=closed)
+                con = duckdb.connect(str(path), read_only=True, config=_READ)
             except duckdb.IOException:
                 if path.exists():
                     raise _damaged(path) from None
@@ -179,17 +186,19 @@ class Store:
             try:
                 if fresh:
                     con.execute(schema_sql())
+                con.execute("BEGIN")
+                if fresh:
                     con.execute("INSERT INTO meta VALUES ('schema_version', ?)", [str(SCHEMA_VERSION)])
                 ledger.sync(self.root, con)
                 added = known = 0
                 for chunk in _chunks(paths, _CHUNK):
                     more, same = self._add(con, chunk, aside)
                     added, known = added + more, known + same
-                con.execute("CHECKPOINT")
+                con.execute("COMMIT")
+                con.execute("CHECKPOINT")  # syncs the file
             finally:
                 con.close()
             final = self.root / f"memory-{number:08d}.duckdb"
-            _sync_file(building)
             building.rename(final)
             link = self.root / "memory.link"
             link.unlink(missing_ok=True)
@@ -241,14 +250,12 @@ class Store:
         chained = [e for kind, batch in found.items() if KINDS[kind].chained for e in batch.values()]
         ledger.append(self.root, con, chained)
         added = 0
-        con.execute("BEGIN")
         for kind, batch in found.items():
             table = KINDS[kind].table
             rows = [row for e in batch.values() for row in KINDS[kind].rows(e.id, e.record, e.hash)]
             fresh = _insert(con, table, rows)
             owners = {row["id"].split("/")[0] for row in rows if row["id"] in fresh}
             added += len(owners)
-        con.execute("COMMIT")
         return added, total - added
 
     def _aside(self, what: Path | bytes, name: str, why: str) -> tuple[str, str]:
@@ -284,13 +291,18 @@ class Store:
                 if time.time() - left.stat().st_mtime > _STALE_S:
                     left.unlink()
 
-    def _version(self) -> int | None:
-        """Schema version of the newest snapshot; None where there is none, or none that opens (it is then rebuilt)."""
+    def _state(self) -> tuple[int | None, int]:
+        """Schema version and last ledger line of the newest snapshot; (None, 0) where there is none yet.
+
+        Raises:
+            InputError: it does not open.
+        """
         if not self.database.is_symlink() or not self.database.exists():
-            return None
+            return None, 0
         try:
-            with duckdb.connect(str(self.database.resolve()), read_only=True, config=self._config) as con:
-                return _version_of(con)
+            with duckdb.connect(str(self.database.resolve()), read_only=True, config=_READ) as con:
+                version = _version_of(con)
+                return version, ledger.last(con) if version == SCHEMA_VERSION else 0
         except duckdb.Error:
             raise _damaged(self.database.resolve()) from None
 
@@ -338,14 +350,6 @@ def _number(path: Path) -> int:
 def _version_of(con: duckdb.DuckDBPyConnection) -> int:
     found = con.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchall()
     return int(found[0][0]) if found else 0
-
-
-def _sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _damaged(path: Path) -> InputError:
