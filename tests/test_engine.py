@@ -43,6 +43,11 @@ def collect(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[i
     return dict(tokens)
 
 
+def drain(engine: Engine) -> None:
+    while True:
+        list(engine.events(30))
+
+
 def prompts(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple((17 * i * (row + 3) + row) % 2000 + 40 for i in range(n)) for row, n in enumerate(lengths)]
 
@@ -155,13 +160,11 @@ def test_killed_while_generating_is_a_crash(tiny_workload, tiny_model, tmp_path)
         assert next(iter(engine.events(30))).tokens
         os.kill(engine.pids[0], signal.SIGKILL)
         with pytest.raises(EngineFailure) as caught:
-            while True:
-                list(engine.events(30))
+            drain(engine)
         assert caught.value.kind == "crash"
         assert "SIGKILL" in caught.value.detail
         with pytest.raises(EngineFailure):
-            engine.submit(GenerateRequest(id="b", prompt=tuple(PROMPT), max_tokens=1))
-            list(engine.events(5))
+            collect(engine, [GenerateRequest(id="b", prompt=tuple(PROMPT), max_tokens=1)])
 
 
 def test_stopped_child_is_a_hang_and_can_be_stopped(tiny_workload, tiny_model, tmp_path) -> None:
@@ -183,7 +186,6 @@ def test_too_little_memory_is_out_of_memory(tiny_workload, tiny_model, tmp_path)
     engine = make(tiny_workload, tiny_model, tmp_path, options={"memory_bytes": 330 << 20}, cache="static")
     with pytest.raises(EngineFailure) as caught:
         engine.start()
-        collect(engine, [GenerateRequest(id="a", prompt=tuple(PROMPT * 100), max_tokens=400)])
     engine.stop()
     assert caught.value.kind == "out_of_memory", caught.value.detail
 
@@ -200,7 +202,7 @@ def test_refusals(tiny_workload, tiny_model, tmp_path) -> None:
             engine.start()
         assert caught.value.kind == "refused"
     for knobs in ({"thread": 1}, {"cache": "paged"}, {"replicas": "two"}, {"threads": -1}):
-        with pytest.raises(InputError, match="engine.knobs"):
+        with pytest.raises(InputError, match=r"engine\.knobs"):
             make(tiny_workload, tiny_model, tmp_path, **knobs)
     with pytest.raises(InputError, match="transformers, sglang"):
         make(tiny_workload, tiny_model, tmp_path, engine="vllm")

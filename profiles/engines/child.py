@@ -158,6 +158,10 @@ class Child:
         raise_failure(reply)
         return reply
 
+    def waiting(self, timeout_s: float) -> bool:
+        """Whether a message, or the end, is there to `receive` within `timeout_s`."""
+        return self._channel.readable(timeout_s)
+
     def failure(self) -> EngineFailure:
         """Why the child is gone: killed for memory, or a crash, with the tail of its log. Ends what is left of it."""
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -204,7 +204,7 @@ class TransformersEngine:
             "builds": str(self._builds),
             "dtype": self._dtype,
             "knobs": self._knobs,
-            "promoted": [_promoted_json(promoted) for promoted in self._stack.kernels],
+            "promoted": [promoted_json(promoted) for promoted in self._stack.kernels],
             "max_length": self._longest,
             "warm_input_tokens": self._warm_tokens,
             "scratch": str(self._scratch),
@@ -304,7 +304,7 @@ def _as_json(request: GenerateRequest) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _promoted_json(promoted: Promoted) -> dict[str, Any]:
+def promoted_json(promoted: Promoted) -> dict[str, Any]:
     """A promoted candidate for the child. Hidden shapes stay here: it gets the range that they span, and only where the
     verdict names no shapes.
     """

@@ -26,7 +26,9 @@ DEFAULTS: dict[str, Knob] = {
     "prompt_lookup": 0,
 }
 """Stock. `threads` 0: all physical cores, which is what torch takes by itself (an equal share of them with replicas);
-`max_batch` 0: the workload's concurrency (an equal share of it with replicas). `scheduler` static: the faster stock path of the two."""
+`max_batch` 0: the workload's concurrency (an equal share of it with replicas). `scheduler` static is the faster of the
+two stock paths: 108 against 90 output tokens/s (SmolLM2 bfloat16, 8 × 128 in, 128 out, 2 cores).
+"""
 
 _CHOICES: dict[str, tuple[Knob, ...]] = {
     "wait_policy": ("default", "passive", "active"),

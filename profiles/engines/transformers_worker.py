@@ -24,7 +24,7 @@ def main(channel: Channel) -> None:
     if start is None:
         return
     try:
-        confinement, lacking = _confine(start)  # while there is only one thread: later ones inherit it
+        confinement, lacking = confine(start)  # while there is only one thread: later ones inherit it
         inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         read_into(channel, inbox)
         server = _Server(channel, inbox, start)
@@ -223,7 +223,7 @@ class _Server:
         os._exit(1)
 
 
-def _confine(start: Message) -> tuple[str, list[str]]:
+def confine(start: Message) -> tuple[str, list[str]]:
     """Enter the confinement that was asked for: (level reached, what was lacking)."""
     from kernels.ruler import sandbox
 
