@@ -294,6 +294,8 @@ def _fusions(cells: Iterable[_Cell]) -> Iterable[tuple[_Cell, tuple[str, ...], t
     # the gate's one axis counts elements: find it by the width of the projection before it
     gates = [cell for cell in cells if cell.operator == "silu_mul"]
     for (phase, dtype, rows), group in groups.items():
+        if not rows:
+            continue
         widths = {cell.axes["n"] for cell in group if cell.operator == "linear" and cell.role == "gate"}
         here = [*group, *(g for g in gates if g.phase == phase and g.dtype == dtype and g.axes["n"] / rows in widths)]
         for fusion in _FUSIONS:
@@ -329,7 +331,7 @@ def _fuse(
     return cell, tuple(dict.fromkeys(c.site for c in parts)), tuple(dict.fromkeys(c.operator for c in parts))
 
 
-def _aten(raw: Mapping[str, Any], most: int = 200) -> tuple[AtenRow, ...]:
+def _aten(raw: Mapping[str, Any], most: int = 400) -> tuple[AtenRow, ...]:
     forwards = raw["traced_forwards"]
     rows = [
         AtenRow(
