@@ -129,3 +129,9 @@ def test_the_picture_is_a_png_with_the_operators_in_it():
     ]
     assert reds[0] > reds[1]
     assert roofline_figure(points, TARGET, 2) == with_points
+
+
+def test_an_inner_level_is_never_slower_than_an_outer_one():
+    slow = Bandwidth(level="l1", working_set_bytes=16384, capacity_bytes=32768, threads=2, read_gbps=50, write_gbps=50)
+    found = ceilings(TARGET.model_copy(update={"bandwidths": (slow, *TARGET.bandwidths)}), 2, 10_000)
+    assert (found.read_gbps, found.write_gbps) == (pytest.approx(200), pytest.approx(100))
