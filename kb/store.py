@@ -64,6 +64,8 @@ class Store:
     def __init__(self, root: Path, *, threads: int = 2) -> None:
         self.root = root
         self._config: dict[str, Any] = {**_CLOSED, "threads": str(threads), "memory_limit": "1GB"}
+        self._known: tuple[Path, int, int] | None = None
+        """(snapshot, schema version, last ledger line) as last seen; a snapshot of one name never changes."""
 
     @property
     def database(self) -> Path:
@@ -196,6 +198,7 @@ class Store:
                     added, known = added + more, known + same
                 con.execute("COMMIT")
                 con.execute("CHECKPOINT")  # syncs the file
+                last = ledger.last(con)
             finally:
                 con.close()
             final = self.root / f"memory-{number:08d}.duckdb"
@@ -205,6 +208,7 @@ class Store:
             link.symlink_to(final.name)
             link.rename(self.database)
             files.sync_folder(self.root)
+            self._known = (self.database.resolve(), SCHEMA_VERSION, last)
             for old in self.root.glob("memory-*.duckdb"):
                 if old != final:
                     old.unlink(missing_ok=True)
@@ -299,12 +303,15 @@ class Store:
         """
         if not self.database.is_symlink() or not self.database.exists():
             return None, 0
-        try:
-            with duckdb.connect(str(self.database.resolve()), read_only=True, config=_READ) as con:
-                version = _version_of(con)
-                return version, ledger.last(con) if version == SCHEMA_VERSION else 0
-        except duckdb.Error:
-            raise _damaged(self.database.resolve()) from None
+        path = self.database.resolve()
+        if self._known is None or self._known[0] != path:
+            try:
+                with duckdb.connect(str(path), read_only=True, config=_READ) as con:
+                    version = _version_of(con)
+                    self._known = (path, version, ledger.last(con) if version == SCHEMA_VERSION else 0)
+            except duckdb.Error:
+                raise _damaged(path) from None
+        return self._known[1:]
 
     def _newer(self, version: int) -> InputError:
         return InputError(

@@ -252,7 +252,8 @@ def task_for(
 def _keep_scope(store: Store, context: PlanContext) -> Scope:
     text = describe(context)
     scope = Scope(
-        id=f"{context.run_id}-plan-{context.round}-{content_hash(text)[:12]}", run_id=context.run_id, purpose="plan", text=text,
+        id=f"{context.run_id}-plan-{context.round}-{content_hash(text)[:12]}",
+        run_id=context.run_id, purpose="plan", text=text,
         lessons=tuple(x.id for x in context.lessons), rules=tuple(r.id for r in context.rules),
         crash_sets=tuple(c.id for c in context.crash_sets), at=clock.now(),
     )  # fmt: skip

@@ -22,7 +22,8 @@ def clock_from(start: int = 0):
 def idea(ident: str, **changes: object) -> r.Idea:
     base = {
         "id": ident, "run_id": "run", "hypothesis": "h", "layer": "kernel", "lever": "linear × template:a",
-        "operator": "linear", "problem_name": f"p-{ident}", "approach": "template:a", "time_share": 0.4, "headroom": 2.0,
+        "operator": "linear", "problem_name": f"p-{ident}", "approach": "template:a", "time_share": 0.4,
+        "headroom": 2.0,
         "derivation": "d", "sites": [ident], "cost_minutes": 1.0,
     }  # fmt: skip
     return r.Idea.model_validate({**base, **changes})
@@ -205,11 +206,8 @@ def test_the_tree_is_printed_and_drawn(tmp_path: Path) -> None:
     tree.move("a", "running", "began")
     store.ingest()
     rows = queries.tree(store, "run")
-    assert [(row["id"], row["depth"], row["status"]) for row in rows] == [
-        ("a", 0, "running"),
-        ("b", 1, "open"),
-        ("c", 0, "open"),
-    ]
+    places = [(row["id"], row["depth"], row["status"]) for row in rows]
+    assert places == [("a", 0, "running"), ("b", 1, "open"), ("c", 0, "open")]
     assert rows[0]["score"] == pytest.approx(tree.nodes["a"].idea.scores[-1].score)
     assert [a["status"] for a in queries.actions(store, "run")] == ["running"]
     png = figures.tree_png(rows)

@@ -245,7 +245,7 @@ def test_a_damaged_database_is_told_with_the_remedy_and_rebuilt(tmp_path: Path) 
     store.write(outcome(1))
     store.ingest()
     store.database.resolve().write_bytes(b"no database")
-    for act in (lambda: store.query("SELECT 1"), store.ingest):
+    for act in (lambda: store.query("SELECT 1"), Store(tmp_path).ingest):
         with pytest.raises(InputError, match="kb rebuild"):
             act()
     store.rebuild()

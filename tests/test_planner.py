@@ -54,8 +54,10 @@ def settings() -> SettingsResult:
 
 def context(store: Store, round_number: int = 1, **changes: object) -> PlanContext:
     given = {
-        "run_id": "run", "round_number": round_number, "target": "t", "target_family": "cpu", "engine": "e", "dtype": "bfloat16",
-        "opportunities": OPPORTUNITIES, "settings": settings(), "left": Left(wall_s=600.0, campaigns=6), "campaign_s": 60.0,
+        "run_id": "run", "round_number": round_number, "target": "t", "target_family": "cpu", "engine": "e",
+        "dtype": "bfloat16", "opportunities": OPPORTUNITIES,
+        "settings": settings(), "left": Left(wall_s=600.0, campaigns=6),
+        "campaign_s": 60.0,
     }  # fmt: skip
     return plan.context_of(store, **{**given, **changes})
 
