@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -85,6 +86,17 @@ def test_several_outputs_come_back_as_a_tuple(tmp_path):
     qo, ko = languages.load(cpp(source, "rotary"), problem, tmp_path)(q, k, c, c)
     assert torch.equal(qo, q + 1)
     assert torch.equal(ko, k + 2)
+
+
+def test_axis_arguments_may_be_expressions(tmp_path):
+    source = """
+    #include <cstdint>
+    extern "C" void run_softmax(const float* x, float* y, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) y[i] = x[i] + count;
+    }"""
+    problem = dataclasses.replace(by_name("softmax"), c_axes=("rows*cols",))
+    x = torch.rand(3, 5)
+    assert torch.equal(languages.load(cpp(source, "softmax"), problem, tmp_path)(x), x + 15)
 
 
 def test_python_candidates_run_in_modules_of_their_own(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,9 @@ def _caller(library: ctypes.CDLL, problem: Problem, candidate: Candidate) -> Any
         lines.append(f"    out_{number} = empty(({shape}), dtype=dtype_{number})")
         passed.append(f"out_{number}.data_ptr()")
         types.append(ctypes.c_void_p)
-    passed += [bound[axis] for axis in problem.axes]
-    function.argtypes = types + [ctypes.c_int64] * len(problem.axes)
+    arguments = problem.c_axes or tuple(problem.axes)
+    passed += [re.sub(r"[A-Za-z_]\w*", lambda name: bound[name.group()], text) for text in arguments]
+    function.argtypes = types + [ctypes.c_int64] * len(arguments)
     results = ", ".join(f"out_{number}" for number in range(len(problem.outputs)))
     lines += [f"    function({', '.join(passed)})", f"    return {results}"]
     exec("\n".join(lines), space)
