@@ -184,7 +184,8 @@ def test_impossible_moves_and_races_are_refused(tmp_path: Path) -> None:
 
 def test_pick_takes_the_best_that_do_not_overlap_and_says_why_not_the_rest(tmp_path: Path) -> None:
     tree = tree_of(
-        Store(tmp_path), idea("mlp", time_share=0.6, sites=["gate", "down"]), idea("gate", time_share=0.5, sites=["gate"]),
+        Store(tmp_path), idea("mlp", time_share=0.6, sites=["gate", "down"]),
+        idea("gate", time_share=0.5, sites=["gate"]),
         idea("head", time_share=0.1), idea("crash", time_share=0.9, crash_risk=0.8), idea("nil", headroom=1.0),
         idea("gates", time_share=1.0, accuracy_risk=1.0),
     )  # fmt: skip

@@ -321,7 +321,18 @@ def test_verify_names_moved_edited_and_cut_lines(tmp_path: Path) -> None:
     lines[1]["hash"] = "0" * 64
     batch.write_text(json.dumps(lines))
     assert "v5" in faults(store)
+    lines = json.loads(text)  # moved, renumbered, and the database rebuilt from it: only the chain can tell
+    first, second = lines[0], lines[1]
+    for key in ("id", "hash"):
+        first[key], second[key] = second[key], first[key]
+    batch.write_text(json.dumps(lines))
+    store.rebuild()
+    assert [f.problem for f in ledger.verify(store).faults] == [
+        "the line was edited or moved: the chain breaks here"
+    ] * 2
     batch.write_text(text)
+    store.rebuild()
+    assert faults(store) == set()
     (tmp_path / "ledger" / "000000000010.json").unlink()
     store.database.unlink()  # together with the database, so that only a noted head can tell
     store.rebuild()
