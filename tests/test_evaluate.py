@@ -182,6 +182,7 @@ def test_gates_and_amdahl(run):
     assert promote.decide(found.model_copy(update={"amdahl_limit": 50.0, "gates": ()})).decision == "promoted"
 
 
+@pytest.mark.slow
 def test_lower_is_better_for_times(run):
     found = run(FASTER, workload=WORKLOAD.model_copy(update={"objective": "tpot_ms"}))
     assert found.b_value < found.a_value
@@ -219,6 +220,7 @@ def test_the_idle_engine_is_stopped(model, reference, tmp_path):
     assert set(seen) == {psutil.STATUS_STOPPED}
 
 
+@pytest.mark.slow
 def test_final_confirmation_is_strict_and_always_scored(model, reference, tmp_path):
     def opener(script):
         return lambda: ScriptedEngine(tmp_path, model, **script)
@@ -274,8 +276,37 @@ def test_decide_is_a_table_of_plain_reasons():
     assert promote.decide(comparison(amdahl_limit=1.19)).decision == "promoted"
 
 
+@pytest.mark.slow
 def test_no_child_is_left(run):
     mine = {p.pid for p in psutil.Process(os.getpid()).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
     run(FASTER, min_pairs=2, max_pairs=2)
     after = {p.pid for p in psutil.Process(os.getpid()).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
     assert after == mine
+
+
+@pytest.mark.slow
+def test_a_real_engine_against_itself(tmp_path):
+    from profiles.engines import open_engine
+    from profiles.engines.base import Settings, Stack
+    from profiles.load import load_workload
+    from profiles.models import load_tokenizer, materialise
+    from profiles.prompts import PromptSource
+
+    workload = load_workload("tiny-cpu")
+    model = materialise(workload.model, tmp_path / "models")
+    stack = Stack(Settings(engine="transformers"))
+
+    def open_one():
+        return open_engine(workload, model, stack, children=tmp_path / "c", builds=tmp_path / "b", log=tmp_path / "log")
+
+    source = PromptSource(load_tokenizer(model))
+    with Reference(model, children=tmp_path / "c", log=tmp_path / "reference.log", threads=1) as clean:
+        found = evaluate.compare(
+            open_one, open_one, workload, source, clean, min_pairs=4, max_pairs=4, level=0.999, always_gate=True
+        )  # fmt: skip
+    assert found.failure == ""
+    assert promote.decide(found).decision == "rejected"
+    assert found.accuracy.status == "pass", found.accuracy.reason
+    assert found.a.hash == found.b.hash
+    assert [g.status for g in found.gates] == ["pass"]
+    assert list((tmp_path / "c").glob("*.json")) == []
