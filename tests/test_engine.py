@@ -308,6 +308,14 @@ def test_knob_specs_hold_their_defaults_and_stock_resolves(tiny_model) -> None:
         specs = {spec.name: spec for spec in knob_specs(workload, tiny_model)}
         assert all(spec.default in spec.choices for spec in specs.values())
         assert ("prompt_lookup" in specs) == (concurrency == 1)
+    search = {"threads": (1,), "cache": ()}
+    chosen = workload.model_copy(update={"engine": workload.engine.model_copy(update={"search": search})})
+    specs = {spec.name: spec for spec in knob_specs(chosen, tiny_model)}
+    assert specs["threads"].choices == (0, 1)
+    assert "cache" not in specs
+    chosen = workload.model_copy(update={"engine": workload.engine.model_copy(update={"search": {"thread": (1,)}})})
+    with pytest.raises(InputError, match=r"engine\.search\.thread"):
+        knob_specs(chosen, tiny_model)
 
 
 def test_the_hub_package_kernels_is_not_mistaken_for_ours(tmp_path) -> None:

@@ -51,12 +51,22 @@ def knob_specs(workload: Workload, model_dir: Path) -> tuple[KnobSpec, ...]:
     if name == "transformers":
         from profiles.engines import transformers_knobs
 
-        return transformers_knobs.knob_specs(workload, model_dir)
-    if name == "sglang":
+        specs = transformers_knobs.knob_specs(workload, model_dir)
+    elif name == "sglang":
         from profiles.engines import sglang
 
-        return sglang.knob_specs(workload, model_dir)
-    raise _unknown(name)
+        specs = sglang.knob_specs(workload, model_dir)
+    else:
+        raise _unknown(name)
+    search = workload.engine.search
+    for key in set(search) - {spec.name for spec in specs}:
+        known = ", ".join(spec.name for spec in specs)
+        raise InputError("This machine offers no such knob.", remedy=f"Known: {known}.", key=f"engine.search.{key}")
+    kept = (spec for spec in specs if search.get(spec.name, spec.choices))
+    return tuple(
+        spec.model_copy(update={"choices": tuple(dict.fromkeys((spec.default, *search.get(spec.name, spec.choices))))})
+        for spec in kept
+    )
 
 
 def _unknown(name: str) -> InputError:
