@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kb import score as scoring
 from kb.files import write
+from kb.kinds import kind_of
 from kb.records import EndToEnd, Idea, IdeaEvent, IdeaStatus, Outcome, Rescore, ScoreParts
 from kb.store import Store
 from kernels.identity import content_hash
@@ -190,26 +191,29 @@ def same_target(tree: Tree, lever: str, problem_name: str | None) -> Node | None
 
 
 def conclude(tree: Tree, outcome: Outcome) -> None:
-    """What a campaign's outcome does to its idea: success, failure, or back to open when only the tools failed."""
-    node = tree.nodes[outcome.idea_id]
-    if node.idea.status == "open":
-        tree.move(outcome.idea_id, "running", "its campaign was run", outcome.campaign_id)
-    if tree.nodes[outcome.idea_id].idea.status != "running":
+    """What a campaign's outcome does to its idea: success, failure, or back to open when only the tools failed.
+
+    Nothing happens where this very outcome was dealt with before.
+    """
+    idea, cause = outcome.idea_id, kind_of(outcome).identify(outcome)
+    done = "SELECT id FROM idea_events WHERE idea_id = ? AND cause = ? AND status <> 'running'"
+    if idea not in tree.nodes or tree.store.query(done, [idea, cause]):
+        return
+    if tree.nodes[idea].idea.status == "open":
+        tree.move(idea, "running", "its campaign was run", cause)
+    if tree.nodes[idea].idea.status != "running":
         return
     if outcome.conclusion == "won":
-        tree.move(outcome.idea_id, "succeeded", outcome.reason, outcome.campaign_id)
+        tree.move(idea, "succeeded", outcome.reason, cause)
     elif outcome.conclusion == "failed":
-        failures = sum(1 for _ in _failed(tree.store, outcome.idea_id)) + 1
+        before = "SELECT id FROM outcomes WHERE idea_id = ? AND conclusion = 'failed' AND id <> ?"
+        failures = len(tree.store.query(before, [idea, cause])) + 1
         back = failures < GIVE_UP_AFTER
         told = f"tools failed {failures}×: {outcome.reason}"
-        tree.move(outcome.idea_id, "open" if back else "abandoned", told, outcome.campaign_id)
+        tree.move(idea, "open" if back else "abandoned", told, cause)
     else:
-        tree.move(outcome.idea_id, "failed", outcome.reason, outcome.campaign_id)
-        backtrack(tree, outcome.idea_id, outcome.campaign_id)
-
-
-def _failed(store: Store, idea: str) -> list[dict[str, object]]:
-    return store.query("SELECT id FROM outcomes WHERE idea_id = ? AND conclusion = 'failed'", [idea])
+        tree.move(idea, "failed", outcome.reason, cause)
+        backtrack(tree, idea, cause)
 
 
 def backtrack(tree: Tree, failed_id: str, cause: str) -> None:
