@@ -147,11 +147,12 @@ def _wrapped(sites: list[Site], wrap: Callable[[int, Site, Callable[..., Any]], 
 
 
 class _Local(threading.local):
-    """Per thread: the calls in progress and the phase of the forward."""
+    """Per thread: the calls in progress, and of the forward the phase and whether torch's profiler sees it."""
 
     def __init__(self) -> None:
         self.stack: list[list[int]] = []
         self.phase = "decode"
+        self.traced = False
 
 
 class _Stopwatch:
@@ -267,17 +268,20 @@ class _Tracer:
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             if local.stack:
-                with torch.profiler.record_function(name):
+                with torch.profiler.record_function(name) if local.traced else contextlib.nullcontext():
                     return function(*args, **kwargs)
             if not site.outermost:
                 return function(*args, **kwargs)
             phase = phase_of(args, kwargs)
-            number = self.seen[phase]
-            self.seen[phase] += 1
             first, last = TRACED[phase]
-            if not first <= number <= last:
-                return function(*args, **kwargs)
+            local.traced = first <= self.seen[phase] <= last
+            self.seen[phase] += 1
             local.stack.append([])
+            if not local.traced:
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    local.stack.pop()
             try:
                 with (
                     torch.profiler.profile(
