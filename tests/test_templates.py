@@ -108,6 +108,17 @@ def test_portable_path_is_right_too(builds):
         assert error(problem, arguments, call(loaded, arguments)) <= 2.0
 
 
+def test_rows_do_not_touch_each_other_at_an_odd_k(builds):
+    f = family("linear_bf16")
+    problem = problem_for(f, "bfloat16")
+    loaded = languages.load(f.render(f.default, problem), problem, builds)
+    x, w = inputs_for(problem, {"m": 3})
+    x[1] = float("nan")
+    got = loaded.bind(w)(x)
+    assert torch.isnan(got[1]).all()
+    torch.testing.assert_close(got[[0, 2]], torch.nn.functional.linear(x[[0, 2]], w), rtol=0.02, atol=0.05)
+
+
 def test_exp_at_its_ends(builds):
     problem = build("silu_mul", dtype="float32", visible=[{"n": 64}], seed=0)
     f = family("silu_mul")
