@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -112,16 +111,7 @@ def knob_specs(workload: Workload, model_dir: Path) -> tuple[KnobSpec, ...]:
                 interacts_with=("linear", "attention"),
             ),
         )
-    if shutil.which("g++"):
-        specs.append(
-            KnobSpec(
-                name="torch_compile",
-                choices=_CHOICES["torch_compile"],
-                default=False,
-                help="compile the decode step (static cache; some 40 s at the first start)",
-                interacts_with=("rmsnorm", "silu_mul", "rope"),
-            )
-        )
+    # torch_compile can be set, and is not searched: its first start takes longer than many a trial may.
     if concurrency == 1:
         specs.append(
             KnobSpec(
