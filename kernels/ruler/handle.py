@@ -59,6 +59,11 @@ class Template:
             self.close()
             raise RuntimeError("the ruler's template process could not start (does `import torch` work?)")
 
+    @staticmethod
+    def cores(threads: int) -> list[int]:
+        """Cores of the workers: the last ones that this process may use (empty where that cannot be said)."""
+        return sorted(os.sched_getaffinity(0))[-threads:] if hasattr(os, "sched_getaffinity") else []
+
     def close(self) -> None:
         """End it; its workers end with their rulers."""
         self.channel.close()
@@ -171,7 +176,7 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGSTOP if on else signal.SIGCONT)
                 while on and not _stopped(self.pid):
-                    pass
+                    os.sched_yield()
 
     def close(self) -> None:
         """End the worker and everything of it. Safe to call twice."""
@@ -204,9 +209,9 @@ def _stopped(pid: int) -> bool:
 
 def configuration(problem: Any, plan: Layout, scalars: list[Any]) -> dict[str, Any]:
     """A layout as a worker's `CONFIGURE` body."""
-    fixed = [0 if value is None else value for value in problem.axes.values()]
+    free = {name: 0 for name, value in problem.axes.items() if value is None}
     return {
-        "slots": plan.slots, "sets": plan.sets, "scalars": scalars, "axes": list(plan.axes.values()),
+        "slots": plan.slots, "sets": plan.sets, "scalars": scalars, "axes": problem.c_values(plan.axes),
         "inputs": [asdict(p) if p else None for p in plan.inputs], "outputs": [asdict(p) for p in plan.outputs],
-        "constant": [t.constant and t.shape is not None for t in problem.inputs], "fixed_axes": fixed,
+        "constant": [t.constant and t.shape is not None for t in problem.inputs], "fixed_axes": problem.c_values(free),
     }  # fmt: skip

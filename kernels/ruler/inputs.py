@@ -86,6 +86,11 @@ class Place:
     strides: tuple[int, ...]
     dtype: str
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of one slot's values."""
+        return math.prod(self.shape) * SIZES[self.dtype]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -160,7 +165,7 @@ def poison(memory: Memory, plan: Layout, rng: np.random.Generator) -> int:
 def guards_intact(memory: Memory, plan: Layout, word: int) -> bool:
     """Whether every byte around the outputs is still as the poison left it."""
     for place in plan.outputs:
-        data = math.prod(place.shape) * SIZES[place.dtype]
+        data = place.bytes
         block = memory.bytes.as_strided((plan.slots, place.pitch), (place.pitch, 1), place.offset - GUARD)
         pattern = np.resize(np.frombuffer(word.to_bytes(8, "little"), np.uint8), place.pitch)
         expected = torch.from_numpy(pattern)

@@ -488,6 +488,13 @@ def supervise(child: int, life: int | None) -> int:
             stop = False
 
 
+def go_first(first: bool = True) -> None:
+    """Let this process (and its session's scheduling group) run before the machine's other work, where allowed."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20 if first else 0)
+        Path("/proc/self/autogroup").write_text("-20" if first else "0")
+
+
 def die_with_parent() -> None:
     """SIGKILL this process when its parent's thread ends."""
     if sys.platform == "linux":

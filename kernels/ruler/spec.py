@@ -85,6 +85,8 @@ class Problem:
     vendor: str | None = None
     """Python source of `run(*inputs)` that calls the vendor's fused operator, when there is one: another baseline."""
     description: str = ""
+    c_axes: tuple[str, ...] | None = None
+    """What a C function is passed after its outputs in place of all axes: expressions over them, e.g. `rows*cols`."""
 
     def axis_values(self, shape: Shape) -> dict[str, int]:
         """All axes with their values at `shape`, in the declared order.
@@ -93,6 +95,11 @@ class Problem:
             KeyError: `shape` lacks a variable axis.
         """
         return {name: shape[name] if value is None else value for name, value in self.axes.items()}
+
+    def c_values(self, shape: Shape) -> list[int]:
+        """The axis arguments of a C function at `shape`, in order."""
+        axes = self.axis_values(shape)
+        return [int(eval(text, {"__builtins__": {}}, dict(axes))) for text in (self.c_axes or self.axes)]
 
     @property
     def id(self) -> str:

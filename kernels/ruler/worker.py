@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 HEADER = struct.Struct("<BBHI")
-LOAD, CONFIGURE, RUN, PREPARE = 1, 2, 3, 4
+LOAD, CONFIGURE, RUN, PREPARE, TRACE = 1, 2, 3, 4, 5
 OK, RAISED, MISFIT, NO_MEMORY, BAD_LOAD = b"K", b"E", b"T", b"M", b"L"
 
 
@@ -90,6 +90,7 @@ def _worker(request: dict[str, Any], policy: Any, failed: list[str], fds: tuple[
 
     go, reply, log, inputs, outputs = fds
     os.setsid()
+    sandbox.go_first()
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -124,7 +125,7 @@ def _worker(request: dict[str, Any], policy: Any, failed: list[str], fds: tuple[
                 body = b""
                 while len(body) < count:
                     body += os.read(go, count - len(body))
-                side.command(kind, json.loads(body))
+                side.command(kind, json.loads(body), log)
             answer = OK
         except Misfit as error:
             answer = MISFIT
@@ -155,8 +156,8 @@ class Side:
         self.calls: dict[int, Any] = {}
         self.packed: dict[int, list[Any]] = {}
 
-    def command(self, kind: int, body: dict[str, Any]) -> None:
-        """Load a function, lay out a shape, or pack constants."""
+    def command(self, kind: int, body: dict[str, Any], log: int) -> None:
+        """Load a function, lay out a shape, pack constants, or tell which torch operators a call dispatches."""
         if kind == LOAD:
             self.functions[body["which"]] = _load(body)
         elif kind == CONFIGURE:
@@ -172,6 +173,21 @@ class Side:
             packed = [self._prepare(function, body, number) for number in range(body["sets"])]
             self.packed[which] = packed
             self.calls[which] = self._calls(function, body, packed)
+
+        elif kind == TRACE:
+            from torch.utils._python_dispatch import TorchDispatchMode
+
+            names: set[str] = set()
+
+            class Listener(TorchDispatchMode):
+                def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+                    names.add(str(func.name()))
+                    return func(*args, **(kwargs or {}))
+
+            calls = self.calls[body["which"]]
+            with Listener():
+                calls["function"](*calls["slots"][0][0])
+            _tell(log, " ".join(sorted(names)))
 
     def run(self, which: int, first: int, count: int) -> None:
         """Call function `which` on slots `first … first + count - 1`."""

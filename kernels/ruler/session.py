@@ -1,0 +1,585 @@
+"""One verdict's measurement: correctness cases, the timed pairs, the hidden cases, and what follows from them.
+
+Order matters. Visible cases and the timed calls (all at visible shapes) come first and may be shown in full; hidden
+shapes reach the worker last, so nothing that it says or computes before can speak of them, and afterwards only counts
+leave the ruler.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.errors import InputError
+from kernels.ruler import build as building
+from kernels.ruler import compare, handle, inputs, sandbox, stats, worker
+from kernels.ruler.floor import Ceilings, floor_s
+from kernels.ruler.spec import Candidate, Problem, Shape
+from kernels.ruler.verdict import ShapeResult
+
+EAGER, VENDOR, COMPILED, NULL, NULL_NATIVE = 0, 1, 2, 8, 9
+MOST_OVERHEAD = 0.05
+ARENA_BYTES, MOST_SLOTS, PACK_FACTOR = 48 << 20, 1024, 8
+CACHE_BYTES = 96 << 20
+LOAD_S, FIRST_S, CALL_S, COMPILE_S = 60.0, 20.0, 10.0, 120.0
+PAIRS = {"screen": (12, 48), "confirm": (36, 200)}
+WAITED = 0.10
+Views = list["torch.Tensor | None"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The conditions of one judgement."""
+
+    problem: Problem
+    candidate: Candidate
+    built: building.Built
+    baseline: Candidate | None
+    builds: Path
+    threads: int
+    confinement: str
+    secret: bytes
+    confirm: bool
+    cold: bool
+    alpha: float
+    threshold: float
+
+
+@dataclass
+class Timed:
+    """What was measured at one shape; lists in seconds per handshake, all pairs."""
+
+    shape: dict[str, int]
+    slots: int
+    which: int
+    raw: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, **figures: float) -> None:
+        """Append one figure to each named list."""
+        for name, value in figures.items():
+            self.raw.setdefault(name, []).append(value)
+
+    def kept(self) -> list[int]:
+        """Pairs in which neither side had to wait long for a core."""
+        return [i for i, waited in enumerate(self.raw["waited"]) if waited <= WAITED]
+
+    def per_call(self, side: str, pairs: list[int]) -> list[float]:
+        """Seconds per call of `baseline`, `candidate` or `twin`, the ruler's median cost taken off."""
+        null = float(np.median(self.raw["candidate_null" if side == "candidate" else "baseline_null"]))
+        return [(self.raw[side][i] - null) / self.slots for i in pairs]
+
+
+class Session:
+    """One candidate's worker, its baseline's (in confirm mode two), and the memory between them and the ruler."""
+
+    def __init__(self, terms: Terms, template: handle.Template) -> None:
+        self.terms, self.problem = terms, terms.problem
+        self.reference = compare.load_reference(terms.problem.reference)
+        self.draws = 0
+        self.cases: dict[str, Any] = {
+            "visible": 0, "visible_failed": 0, "hidden": 0, "hidden_failed": 0, "timed_calls": 0, "worst": 0.0,
+            "figures": [],
+        }  # fmt: skip
+        self.hidden_seen = False
+        self.first_error: dict[str, Any] | None = None
+        self.prepared: dict[str, float] = {}
+        self.confinement: dict[str, Any] = {}
+        self.baseline_notes: dict[str, str] = {}
+        self.workers: list[handle.Worker] = []
+        self.memory: inputs.Memory | None = None
+        self.hidden = inputs.hidden_shapes(self.problem, self._rng())
+        self.sets = self._weight_sets()
+        shapes = (*self.problem.visible, *self.hidden)
+        plans = [self._plan(shape, self._most_slots(shape), padded=True) for shape in shapes]
+        self.output_bytes = max(plan.output_bytes for plan in plans) + 4096
+        self.memory = inputs.Memory(max(plan.input_bytes for plan in plans) + 4096, sealed=True)
+        try:
+            self._start(template)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- workers ---------------------------------------------------------------------------------------------------
+
+    def _start(self, template: handle.Template) -> None:
+        terms = self.terms
+        assert self.memory is not None
+        shims: dict[bool, Path] = {}
+        for what in (terms.candidate, terms.baseline):
+            if what is not None and what.language == "cpp":
+                source = loop_source(self.problem, what.prepares)
+                shims[what.prepares] = building.compile_library(
+                    source, ["loop", "noop"], terms.builds, trusted=True
+                ).path
+        beside = None if terms.baseline is None else building.build(terms.baseline, self.problem, terms.builds)
+        files = [terms.built.path, *shims.values(), *([beside.path] if beside else [])]
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        policy = sandbox.Policy(
+            read=(*handle.visible_paths(), *map(str, files)), fork=False, cpus=tuple(template.cores(terms.threads)),
+            level="full" if terms.confinement == "best" else terms.confinement, pids=64 + 4 * max(len(cores), 1),
+            memory_bytes=(2 << 30) + 8 * (self.memory.size + self.output_bytes), tmp_bytes=32 << 20,
+        )  # fmt: skip
+        extra = {"TRITON_INTERPRET": "1"} if terms.candidate.language == "triton" and not _accelerated() else {}
+        self.base = self._worker(template, policy, {})
+        self.cand = self._worker(template, policy, extra)
+        self.twin = self._worker(template, policy, {}) if terms.confirm else None
+        level = sandbox.level_reached(policy, self.cand.lacking)
+        self.confinement = {"level": level, "lacking": self.cand.lacking, "inputs_sealed": self.memory.sealed}
+        wanted = terms.confinement
+        if wanted != "best" and sandbox.LEVELS.index(level) < sandbox.LEVELS.index(wanted):
+            reason = (
+                f"confinement {wanted} was asked for, {level} is to be had; lacking: {', '.join(self.cand.lacking)}"
+            )
+            raise handle.WorkerFailed("void", reason, "confinement")
+        for side in (self.base, self.twin):
+            if side is not None:
+                self._load_baselines(side, beside, shims)
+        self._load(self.cand, 0, terms.candidate, terms.built.path, shims.get(terms.candidate.prepares))
+
+    def _worker(self, template: handle.Template, policy: sandbox.Policy, extra: dict[str, str]) -> handle.Worker:
+        assert self.memory is not None
+        made = handle.Worker(template, self.memory, self.output_bytes, policy, extra)
+        self.workers.append(made)
+        return made
+
+    def _load(self, side: handle.Worker, which: int, what: Candidate, path: Path, shim: Path | None) -> None:
+        body = {
+            "which": which, "language": what.language, "path": str(path), "entry": what.entry, "shim": str(shim),
+            "prepares": what.prepares, "operator": self.problem.operator, "compile": False,
+        }  # fmt: skip
+        try:
+            side.send(worker.LOAD, body, LOAD_S)
+        except handle.WorkerFailed as error:
+            raise handle.WorkerFailed(
+                error.status, f"loading: {error.reason}. {side.said()}".strip(), error.law
+            ) from error
+
+    def _load_baselines(self, side: handle.Worker, beside: building.Built | None, shims: dict[bool, Path]) -> None:
+        own = self.terms.baseline
+        python = {"language": "torch", "path": "", "entry": "run", "prepares": False, "compile": False}
+        self.null_of_baseline = NULL
+        if own is not None and beside is not None:
+            self._load(side, EAGER, own, beside.path, shims.get(own.prepares))
+            self.baselines = {EAGER: "candidate"}
+            self.null_of_baseline = NULL_NATIVE if own.language == "cpp" else NULL
+        else:
+            self.baselines = {EAGER: "eager"}
+            side.send(worker.LOAD, {**python, "which": EAGER, "source": self.problem.reference}, LOAD_S)
+            if self.problem.vendor:
+                side.send(worker.LOAD, {**python, "which": VENDOR, "source": self.problem.vendor}, LOAD_S)
+                self.baselines[VENDOR] = "vendor"
+        side.send(worker.LOAD, {"which": NULL, "language": "null"}, LOAD_S)
+        if shims:
+            body = {"language": "cpp", "path": "", "entry": "noop", "prepares": False, "which": NULL_NATIVE}
+            side.send(worker.LOAD, {**body, "shim": str(next(iter(shims.values())))}, LOAD_S)
+
+    # --- laying out ------------------------------------------------------------------------------------------------
+
+    def _plan(self, shape: Shape, slots: int, **how: Any) -> inputs.Layout:
+        return inputs.layout(self.problem, shape, slots, sets=min(self.sets, slots), **how)
+
+    def _weight_sets(self) -> int:
+        """Copies of the constants: one when the caches are warm, else more than the caches hold (at most 64)."""
+        one = inputs.layout(self.problem, self.problem.visible[0], 1)
+        size = self._constant_bytes(one)
+        return min(64, -(-CACHE_BYTES // size)) if self.terms.cold and size else 1
+
+    def _constant_bytes(self, plan: inputs.Layout) -> int:
+        pairs = zip(self.problem.inputs, plan.inputs, strict=True)
+        return sum(place.bytes for tensor, place in pairs if tensor.constant and place is not None)
+
+    def _most_slots(self, shape: Shape) -> int:
+        one = inputs.layout(self.problem, shape, 1)
+        constant = self._constant_bytes(one)
+        total = one.input_bytes + one.output_bytes
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 62
+        needed = 20 * total + 2 * constant * (self.sets + PACK_FACTOR)
+        if needed > free:
+            raise InputError(
+                f"Shape {dict(shape)} needs some {needed / 2**30:.1f} GiB to be judged, {free / 2**30:.1f} GiB are free.",
+                remedy="Use a smaller shape.", file=self.problem.name, key="visible",
+            )  # fmt: skip
+        most = min(MOST_SLOTS, ARENA_BYTES // max(total - constant, 1))
+        return max(2, min(most, self.sets) if self.sets > 1 else most)
+
+    def _configure(self, plan: inputs.Layout, scalars: list[Any], *, all_sides: bool) -> None:
+        body = handle.configuration(self.problem, plan, scalars)
+        for side in self.workers if all_sides else (self.cand,):
+            side.send(worker.CONFIGURE, body, CALL_S)
+
+    def _prepare(self, plan: inputs.Layout, scalars: list[Any], *, all_sides: bool) -> None:
+        """Let both sides pack the constants that now lie in memory: untimed, recorded."""
+        raw = self._constant_bytes(plan)
+        body = handle.configuration(self.problem, plan, scalars)
+        body |= {"which": 0, "most_packed_bytes": PACK_FACTOR * raw + (1 << 20)}
+        if self.terms.candidate.prepares:
+            seconds = self.cand.send(worker.PREPARE, body, FIRST_S + CALL_S * plan.sets)
+            self.prepared = {"seconds": seconds / max(plan.sets, 1), "constant_bytes": float(raw)}
+        if all_sides and self.terms.baseline is not None and self.terms.baseline.prepares:
+            for side in self.workers:
+                if side is not self.cand:
+                    side.send(worker.PREPARE, body, FIRST_S + CALL_S * plan.sets)
+
+    def _fill(self, plan: inputs.Layout, **how: Any) -> Views:
+        assert self.memory is not None
+        return inputs.fill(self.problem, plan, self.memory, self._rng(), **how)
+
+    def _rng(self) -> np.random.Generator:
+        self.draws += 1
+        return inputs.generator(self.terms.secret, self.draws)
+
+    # --- checking --------------------------------------------------------------------------------------------------
+
+    def _arguments(self, plan: inputs.Layout, views: Views, scalars: list[Any], slot: int) -> list[Any]:
+        return [
+            scalar if view is None else view[slot % plan.sets if tensor.constant else slot]
+            for tensor, view, scalar in zip(self.problem.inputs, views, scalars, strict=True)
+        ]
+
+    def _check_slot(
+        self, plan: inputs.Layout, arguments: list[Any], slot: int
+    ) -> tuple[dict[str, Any] | None, list[compare.Expected], float]:
+        """The candidate's outputs of one slot against full expectations: (first error, expectations, error/budget)."""
+        terms = compare.summed(self.problem, dict(plan.axes))
+        expected = compare.expect(self.problem, self.reference, arguments, terms, int(self._rng().integers(1 << 31)))
+        worst = 0.0
+        for place, tensor, what in zip(plan.outputs, self.problem.outputs, expected, strict=True):
+            got = inputs.batch_view(self.cand.outputs, place, plan.slots)[slot]
+            if what.truth.shape != got.shape:
+                raise InputError(
+                    f"The reference gives shape {tuple(what.truth.shape)}, the problem says {tuple(got.shape)}.",
+                    remedy="Make outputs and reference agree.", file=self.problem.name, key=tensor.name,
+                )  # fmt: skip
+            figure, error = compare.error_of(got, what)
+            worst = max(worst, figure)
+            if error is not None:
+                return {"output": tensor.name, **error}, expected, figure
+        self.cases["worst"] = max(self.cases["worst"], worst)
+        return None, expected, worst
+
+    def _case(self, shape: Shape, regime: str, *, shift: int = 0, padded: bool = False, rounds: int = 1) -> None:
+        """One correctness case: fresh values, a call, every element compared; then the same with small changes."""
+        kind = "hidden" if self.hidden_seen else "visible"
+        where = {"shape": dict(shape), "regime": regime, "offset_bytes": shift, "padded_rows": padded}
+        self.cases[kind] += 1
+        scalars = inputs.scalars(self.problem, self._rng() if self.hidden_seen else None)
+        plan = self._plan(shape, 1, shift=shift, padded=padded)
+        try:
+            self._configure(plan, scalars, all_sides=False)
+            for turn in range(rounds):
+                views = self._fill(plan, regime=regime, constants=turn == 0, twists=turn > 0)
+                if turn == 0:
+                    self._prepare(plan, scalars, all_sides=False)
+                word = inputs.poison(self.cand.outputs, plan, self._rng())
+                self.cand.run(0, 0, 1, FIRST_S)
+                error, _, figure = self._check_slot(plan, self._arguments(plan, views, scalars, 0), 0)
+                if not inputs.guards_intact(self.cand.outputs, plan, word):
+                    raise handle.WorkerFailed("void", "it wrote outside its output", "memory")
+                if not self.hidden_seen:
+                    self.cases["figures"].append({**where, "error_over_budget": figure if figure < 1e9 else None})
+                if error is not None:
+                    self._wrong({**where, **error})
+        except handle.WorkerFailed as error:
+            self.cases[f"{kind}_failed"] += 1
+            if self.hidden_seen:
+                raise handle.WorkerFailed(error.status, f"at a hidden case: {error.reason}", error.law) from error
+            text = f"{error.reason} (shape {dict(shape)}, regime {regime}). {self.cand.said()}".strip()
+            raise handle.WorkerFailed(error.status, text, error.law) from error
+
+    def _wrong(self, error: dict[str, Any]) -> None:
+        if not self.hidden_seen:
+            self.first_error = error
+        raise handle.WorkerFailed("incorrect", "wrong result")
+
+    def check_visible(self) -> None:
+        """Every visible shape, and at the smallest of them every regime (in confirm mode at the first one too)."""
+        special = [regime for regime in self.problem.regimes if regime != "normal"]
+        for shape in self.problem.visible:
+            self._case(shape, "normal", rounds=2)
+        least = min(self.problem.visible, key=lambda shape: self._plan(shape, 1).input_bytes)
+        for shape in {
+            id(s): s for s in ((least, self.problem.visible[0]) if self.terms.confirm else (least,))
+        }.values():
+            for regime in special:
+                self._case(shape, regime)
+
+    def check_hidden(self) -> None:
+        """Hidden shapes, offsets of four bytes, rows that are not adjacent, other scalars, every regime."""
+        self.hidden_seen = True
+        special = [regime for regime in self.problem.regimes if regime != "normal"]
+        python = self.terms.candidate.language != "cpp"
+        shapes = self.hidden or [dict(shape) for shape in self.problem.visible[-1:]]
+        rng = self._rng()
+        for index, shape in enumerate(shapes):
+            regime = str(rng.choice(["normal", *special]))
+            self._case(shape, regime, rounds=2, shift=4 * (index % 3), padded=python and index % 2 == 0)
+        for index, regime in enumerate(["normal", *special]):
+            self._case(
+                shapes[int(rng.integers(len(shapes)))], regime, shift=4 * (index % 2), padded=python and index % 3 == 0
+            )
+
+    def _check_batch(self, plan: inputs.Layout, views: Views, scalars: list[Any], word: int) -> None:
+        """Every output of a timed batch: two slots with the full budget, all others with one scaled from those."""
+        self.cases["timed_calls"] += plan.slots
+        where = {"shape": {k: plan.axes[k] for k in self.problem.visible[0]}, "regime": "timed call"}
+        if not inputs.guards_intact(self.cand.outputs, plan, word):
+            raise handle.WorkerFailed("void", "it wrote outside its output in a timed call", "memory")
+        sample = {int(slot) for slot in self._rng().integers(0, plan.slots, 2)}
+        scales = [0.0] * len(plan.outputs)
+        for slot in sample:
+            error, expected, _ = self._check_slot(plan, self._arguments(plan, views, scalars, slot), slot)
+            if error is not None:
+                self._wrong({**where, **error})
+            for i, what in enumerate(expected):
+                if what.truth.is_floating_point() and what.truth.numel():
+                    scales[i] = max(scales[i], float((what.budget / _size(what.truth)).max()))
+        got = [inputs.batch_view(self.cand.outputs, place, plan.slots) for place in plan.outputs]
+        for slot in set(range(plan.slots)) - sample:
+            arguments = self._arguments(plan, views, scalars, slot)
+            with torch.no_grad():
+                near = compare.outputs_of(self.reference(*[_widened(argument) for argument in arguments]))
+            fits = [
+                bool(((_widened(out[slot]) - like).abs() <= 4 * scale * _size(like)).all())
+                for out, like, scale in zip(got, near, scales, strict=True)
+            ]
+            if not all(fits):
+                error, _, _ = self._check_slot(plan, arguments, slot)
+                if error is not None:
+                    self._wrong({**where, **error})
+
+    # --- timing ----------------------------------------------------------------------------------------------------
+
+    def time(self, shape: dict[str, int], budget_s: float) -> Timed:
+        """Interleaved pairs at one visible shape until the interval is narrow or the budget is spent."""
+        end = time.monotonic() + max(budget_s, 0.2)
+        most = self._most_slots(shape)
+        scalars = inputs.scalars(self.problem, None)
+        plan = self._plan(shape, most)
+        self._configure(plan, scalars, all_sides=True)
+        self._fill(plan)
+        self._prepare(plan, scalars, all_sides=True)
+        null = NULL_NATIVE if self.terms.candidate.language == "cpp" else NULL
+        probe = min(most, 8)
+        first = [
+            (side, which) for side in self.workers for which in ((0,) if side is self.cand else (*self.baselines, null))
+        ]
+        for _ in range(2):  # the same history on all sides: every slot, twice
+            for side, which in first:
+                side.run(which, 0, most, FIRST_S + CALL_S)
+        handshake = min(self.base.run(null, 0, 1, CALL_S) for _ in range(8))
+        cost = max(min(self.base.run(null, 0, most, CALL_S) for _ in range(3)) - handshake, 0) / most
+        quick = {w: min(self.base.run(w, 0, probe, CALL_S) for _ in range(5)) / probe for w in self.baselines}
+        which = min(quick, key=quick.__getitem__)
+        ours = min(self.cand.run(0, 0, probe, CALL_S) for _ in range(5)) / probe
+        honest = max(min(ours, quick[which]) - handshake / probe - cost, 1e-8)
+        slots = int(min(most, max(1, math.ceil(1.5 * handshake / (honest * MOST_OVERHEAD)))))
+        plan = self._plan(shape, slots)
+        self._configure(plan, scalars, all_sides=True)
+        timed = Timed(shape, slots, which)
+        limit = CALL_S + 100 * quick[which] * slots
+        least, greatest = PAIRS["confirm" if self.terms.confirm else "screen"]
+        gc.disable()
+        try:
+            for turn in range(greatest):
+                late = time.monotonic() > end
+                if (turn >= 6 and late) or (turn >= least and self._narrow(timed)):
+                    break
+                self._pair(plan, scalars, timed, null=null, turn=turn, limit=limit)
+            if self.terms.confirm:
+                self._singly(plan, scalars, timed, null, limit)
+        finally:
+            gc.enable()
+        return timed
+
+    def _narrow(self, timed: Timed) -> bool:
+        """Stopping looks at the interval's width only, never at where it lies."""
+        kept = timed.kept()
+        if len(kept) < 8:
+            return False
+        interval = stats.speedup(timed.per_call("baseline", kept), timed.per_call("candidate", kept), self.terms.alpha)
+        return interval.high - interval.low < 0.02 * interval.estimate
+
+    def _pair(
+        self, plan: inputs.Layout, scalars: list[Any], timed: Timed, *, null: int, turn: int, limit: float
+    ) -> None:
+        """Fresh values for all, then baseline and candidate in changing order on the same values, then the checks."""
+        again = turn == 0 or (turn % 16 == 0 and any(tensor.constant for tensor in self.problem.inputs))
+        views = self._fill(plan, constants=again, twists=turn > 0)
+        if again:
+            self._prepare(plan, scalars, all_sides=True)
+        words = {side: inputs.poison(side.outputs, plan, self._rng()) for side in self.workers}
+        order = [(side, 0 if side is self.cand else timed.which) for side in self.workers]
+        shift = turn % len(order)
+        times, waited = {}, 0.0
+        for side, which in order[shift:] + order[:shift]:
+            if self.terms.cold:
+                _flush()
+            before = _waited(side.pid)
+            times[side] = side.run(which, 0, plan.slots, limit)
+            waited = max(waited, (_waited(side.pid) - before) / max(times[side], 1e-9))
+        timed.add(baseline=times[self.base], candidate=times[self.cand], waited=waited)
+        if self.twin is not None:
+            timed.add(twin=times[self.twin])
+        timed.add(candidate_null=self.base.run(null, 0, plan.slots, limit))
+        timed.add(baseline_null=self.base.run(self.null_of_baseline, 0, plan.slots, limit))
+        self._check_batch(plan, views, scalars, words[self.cand])
+
+    def _singly(self, plan: inputs.Layout, scalars: list[Any], timed: Timed, null: int, limit: float) -> None:
+        """A sample with one input per handshake: what only a batch makes fast shows here."""
+        for slot in self._rng().integers(0, plan.slots, 8):
+            views = self._fill(plan, constants=False)
+            inputs.poison(self.cand.outputs, plan, self._rng())
+            timed.add(single=self.cand.run(0, int(slot), 1, limit))
+            timed.add(single_baseline=self.base.run(timed.which, int(slot), 1, limit))
+            timed.add(single_null=self.base.run(null, int(slot), 1, limit))
+            error, _, _ = self._check_slot(plan, self._arguments(plan, views, scalars, int(slot)), int(slot))
+            if error is not None:
+                self._wrong({"shape": timed.shape, "regime": "timed call", **error})
+
+    def conclude(self, timed: Timed, ceilings: Ceilings | None) -> tuple[ShapeResult, str]:
+        """The result at one shape, and why it is not resolved (empty when it is)."""
+        every, kept = list(range(len(timed.raw["waited"]))), timed.kept()
+        pairs = kept if len(kept) >= 6 else every
+        base, cand = timed.per_call("baseline", pairs), timed.per_call("candidate", pairs)
+        doubts = []
+        if any(not math.isfinite(t) or t <= 0 for side in ("baseline", "candidate") for t in timed.raw[side]):
+            raise handle.WorkerFailed("void", "a time was not positive and finite", "clock")
+        if min(*base, *cand) <= 0:
+            doubts.append("the ruler's own cost is as large as the time measured")
+            base, cand = [max(t, 1e-9) for t in base], [max(t, 1e-9) for t in cand]
+        interval = stats.speedup(base, cand, self.terms.alpha)
+        spent = min(np.median(timed.raw["candidate"]), np.median(timed.raw["baseline"]))
+        overhead = float(np.median(timed.raw["candidate_null"]) / spent)
+        third = max(len(base) // 3, 1)
+        drift = float(np.median(base[:third]) / np.median(base[-third:]))
+        if len(kept) < max(6, len(every) // 2):
+            doubts.append(
+                f"the machine was busy: in {len(every) - len(kept)} of {len(every)} pairs a side waited for a core"
+            )
+        if overhead > MOST_OVERHEAD:
+            doubts.append(f"the ruler's own cost is {overhead:.0%} of the time measured")
+        if not 1 / 1.3 < drift < 1.3:
+            doubts.append(f"the baseline drifted by a factor of {max(drift, 1 / drift):.2f}")
+        if interval.low == 0:
+            doubts.append(f"{interval.n} pairs are too few")
+        least = floor_s(self.problem, timed.shape, ceilings)
+        middle = float(np.median(cand))
+        result = ShapeResult(
+            shape=timed.shape, speedup=interval, claim=stats.claim(base, cand), baseline_s=float(np.median(base)),
+            candidate_s=middle, floor_s=least, floor_fraction=None if least is None else least / middle,
+            overhead_fraction=overhead, calls_per_handshake=timed.slots, baseline=self.baselines[timed.which],
+            faster=interval.low > self.terms.threshold and not doubts,
+        )  # fmt: skip
+        if ceilings is not None and least is not None and middle < least * (1 - ceilings.margin):
+            reason = f"{middle * 1e6:.2f} µs a call is below the floor of {least * 1e6:.2f} µs"
+            raise handle.WorkerFailed("void", reason, "physics")
+        if "single" in timed.raw and self.terms.confirm:
+            alone = float(np.median(timed.raw["single"]) - np.median(timed.raw["single_null"]))
+            alone_base = float(np.median(timed.raw["single_baseline"]) - np.median(timed.raw["single_null"]))
+            usual = max(alone_base - float(np.median(base)), 0) + 5 * float(np.median(timed.raw["single_null"]))
+            if alone - middle > 9 * middle + 3 * usual:
+                raise handle.WorkerFailed("void", f"alone a call takes {alone / middle:.0f} times as long", "batch")
+        return result, "; ".join(doubts)
+
+    def trace(self) -> list[str]:
+        """Names of torch operators that one more call of a Python candidate dispatched: a claim, no proof."""
+        try:
+            self.cand.said()
+            self.cand.send(worker.TRACE, {"which": 0}, FIRST_S)
+            names = self.cand.said().split()
+        except (handle.WorkerFailed, KeyError):
+            return []
+        return sorted(
+            {n for n in names[:200] if n.startswith("aten::") and hasattr(torch.ops.aten, n[6:].split(".")[0])}
+        )
+
+    def account(self) -> dict[str, Any]:
+        """What is known whatever comes out: cases, confinement, prepare, first error."""
+        return {
+            "cases": dict(self.cases), "confinement": self.confinement, "prepare": self.prepared,
+            "first_error": self.first_error,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """End the workers and give all memory back."""
+        for side in self.workers:
+            side.close()
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+
+
+def _accelerated() -> bool:
+    return torch.cuda.is_available()
+
+
+def _widened(value: Any) -> Any:
+    return (
+        value.float() if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
+    )
+
+
+def _size(values: torch.Tensor) -> torch.Tensor:
+    """Size of each element plus the root mean square of its row."""
+    size = values.abs() if values.is_floating_point() else values.double().abs()
+    return (size + size.square().mean(-1, keepdim=True).sqrt() if size.dim() else size).clamp_min(1e-30)
+
+
+_cache: list[np.ndarray] = []
+
+
+def _flush() -> None:
+    """Drive everything else out of the caches."""
+    if not _cache:
+        _cache.append(np.zeros(CACHE_BYTES // 8))
+    _cache[0] += 1.0
+
+
+def _waited(pid: int | None) -> float:
+    """Seconds that the threads of a process have waited for a core so far (the kernel's figure)."""
+    total = 0
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/schedstat", "rb") as file:
+                total += int(file.read().split()[1])
+    except (OSError, IndexError):
+        return 0.0
+    return total / 1e9
+
+
+def loop_source(problem: Problem, prepares: bool) -> str:
+    """C++ that calls a candidate on several slots in a row, and a function of the same signature that does nothing."""
+    types, calls, pointers, numbers = [], [], 0, 0
+    packed = not prepares
+    for tensor in problem.inputs:
+        if tensor.shape is None:
+            types.append("int64_t" if "int" in tensor.dtype else "float")
+            calls.append(f"({types[-1]})s[{numbers}]")
+            numbers += 1
+        elif not (tensor.constant and prepares and packed):
+            packed |= tensor.constant
+            types.append("const void*")
+            calls.append(f"p[{pointers}]")
+            pointers += 1
+    for _ in problem.outputs:
+        types.append("void*")
+        calls.append(f"p[{pointers}]")
+        pointers += 1
+    for position in range(len(problem.c_axes or problem.axes)):
+        types.append("int64_t")
+        calls.append(f"a[{position}]")
+    signature = ", ".join(types)
+    return f"""#include <cstdint>
+extern "C" void noop({signature}) {{}}
+extern "C" void loop(void (*f)({signature}), void** p, int64_t n, const double* s, const int64_t* a) {{
+  for (int64_t i = 0; i < n; ++i, p += {pointers}) f({", ".join(calls)});
+}}
+"""
