@@ -209,7 +209,7 @@ def judge_here(
         )  # fmt: skip
         template = bench.template(threads)
         with device_lease(Path(tempfile.gettempdir()) / f"roofloop-{os.getuid()}", "cpu"):
-            sandbox.go_first()
+            sandbox.go_first(-10)  # after the workers, which share its core
             session = Session(terms, template)
             frame |= _measure(bench, session, ceilings, time.monotonic() + budget_s)
     except building.BuildFailed as error:
@@ -220,7 +220,7 @@ def judge_here(
         frame |= {"status": error.status, "reason": error.reason, "law": error.law}
         frame |= session.account() if session is not None else {}
     finally:
-        sandbox.go_first(False)
+        sandbox.go_first(0)
         if session is not None:
             session.close()
     return Verdict(**frame, duration_s=round(time.monotonic() - began, 4))
@@ -290,6 +290,7 @@ def serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody reads or traces this process
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: sleep no longer than asked
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     sandbox.sweep()
     bench = Bench()

@@ -159,7 +159,7 @@ class Cgroup:
         assert self.events is not None
         os.pwrite(self.freezer, b"1" if on else b"0", 0)
         while on and b"frozen 1" not in os.pread(self.events, 64, 0):
-            pass
+            time.sleep(1e-6)  # it may share our core, and must run to stop
 
     def remove(self) -> None:
         """Kill what is left in it and take it away."""
@@ -488,11 +488,11 @@ def supervise(child: int, life: int | None) -> int:
             stop = False
 
 
-def go_first(first: bool = True) -> None:
+def go_first(nice: int) -> None:
     """Let this process (and its session's scheduling group) run before the machine's other work, where allowed."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, -20 if first else 0)
-        Path("/proc/self/autogroup").write_text("-20" if first else "0")
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def die_with_parent() -> None:

@@ -60,6 +60,8 @@ class Timed:
     shape: dict[str, int]
     slots: int
     which: int
+    handshake_s: float
+    """Cost of one handshake that calls nothing."""
     raw: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, **figures: float) -> None:
@@ -72,7 +74,10 @@ class Timed:
         return [i for i, waited in enumerate(self.raw["waited"]) if waited <= WAITED]
 
     def per_call(self, side: str, pairs: list[int]) -> list[float]:
-        """Seconds per call of `baseline`, `candidate` or `twin`, the ruler's median cost taken off."""
+        """Seconds per call of `baseline`, `candidate` or `twin`, less what the same calls of nothing take.
+
+        That is the handshake and, for Python functions, the copy of their results into the ruler's memory.
+        """
         null = float(np.median(self.raw["candidate_null" if side == "candidate" else "baseline_null"]))
         return [(self.raw[side][i] - null) / self.slots for i in pairs]
 
@@ -374,7 +379,7 @@ class Session:
         for _ in range(2):  # the same history on all sides: every slot, twice
             for side, which in first:
                 side.run(which, 0, most, FIRST_S + CALL_S)
-        handshake = min(self.base.run(null, 0, 1, CALL_S) for _ in range(8))
+        handshake = float(np.median([self.base.run(null, 0, 1, CALL_S) for _ in range(9)]))
         cost = max(min(self.base.run(null, 0, most, CALL_S) for _ in range(3)) - handshake, 0) / most
         quick = {w: min(self.base.run(w, 0, probe, CALL_S) for _ in range(5)) / probe for w in self.baselines}
         which = min(quick, key=quick.__getitem__)
@@ -383,7 +388,7 @@ class Session:
         slots = int(min(most, max(1, math.ceil(1.5 * handshake / (honest * MOST_OVERHEAD)))))
         plan = self._plan(shape, slots)
         self._configure(plan, scalars, all_sides=True)
-        timed = Timed(shape, slots, which)
+        timed = Timed(shape, slots, which, handshake)
         limit = CALL_S + 100 * quick[which] * slots
         least, greatest = PAIRS["confirm" if self.terms.confirm else "screen"]
         gc.disable()
@@ -457,7 +462,7 @@ class Session:
             base, cand = [max(t, 1e-9) for t in base], [max(t, 1e-9) for t in cand]
         interval = stats.speedup(base, cand, self.terms.alpha)
         spent = min(np.median(timed.raw["candidate"]), np.median(timed.raw["baseline"]))
-        overhead = float(np.median(timed.raw["candidate_null"]) / spent)
+        overhead = float(timed.handshake_s / spent)
         third = max(len(base) // 3, 1)
         drift = float(np.median(base[:third]) / np.median(base[-third:]))
         if len(kept) < max(6, len(every) // 2):

@@ -49,7 +49,7 @@ class ShapeResult:
     floor_fraction: float | None
     """Floor over candidate's time: 1.0 is at the roofline."""
     overhead_fraction: float
-    """The ruler's cost over the time measured, before it was taken off."""
+    """Cost of a handshake over the time measured in one, before it was taken off."""
     calls_per_handshake: int
     baseline: str
     """Which baseline was the fastest here: `eager`, `vendor`, `compile`, `candidate`."""
