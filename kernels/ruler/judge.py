@@ -247,7 +247,7 @@ def _measure(bench: Bench, session: Any, ceilings: Ceilings | None, end: float) 
         doubts += [doubt] if doubt else []
         raw[",".join(f"{k}={v}" for k, v in run.shape.items())] = run.raw
         if terms.confirm and not doubt:
-            kept = run.kept()
+            kept = run.rounds(calm=True)
             same.append(stats.speedup(run.per_call("baseline", kept), run.per_call("twin", kept)).estimate)
     bench.same += same
     first = rows[0]

@@ -25,7 +25,7 @@ from kernels.ruler.floor import Ceilings, floor_s
 from kernels.ruler.spec import Candidate, Problem, Shape
 from kernels.ruler.verdict import ShapeResult
 
-EAGER, VENDOR, COMPILED, NULL, NULL_NATIVE = 0, 1, 2, 8, 9
+EAGER, VENDOR, COMPILED, NULL = 0, 1, 2, 8
 MOST_OVERHEAD = 0.05
 ARENA_BYTES, MOST_SLOTS, PACK_FACTOR = 48 << 20, 1024, 8
 CACHE_BYTES = 96 << 20
@@ -55,13 +55,16 @@ class Terms:
 
 @dataclass
 class Timed:
-    """What was measured at one shape; lists in seconds per handshake, all pairs."""
+    """What was measured at one shape; lists in seconds per handshake, one entry a turn.
+
+    Each turn runs all sides on the same fresh values; who goes first changes from turn to turn, since the first finds
+    the caches otherwise. A round is as many turns as there are sides, and a ratio is the geometric mean over one round.
+    """
 
     shape: dict[str, int]
     slots: int
     which: int
-    handshake_s: float
-    """Cost of one handshake that calls nothing."""
+    sides: int
     raw: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, **figures: float) -> None:
@@ -69,17 +72,27 @@ class Timed:
         for name, value in figures.items():
             self.raw.setdefault(name, []).append(value)
 
-    def kept(self) -> list[int]:
-        """Pairs in which neither side had to wait long for a core."""
-        return [i for i, waited in enumerate(self.raw["waited"]) if waited <= WAITED]
+    @property
+    def handshake_s(self) -> float:
+        """Median cost of a handshake that calls nothing."""
+        return float(np.median(self.raw["handshake"]))
 
-    def per_call(self, side: str, pairs: list[int]) -> list[float]:
-        """Seconds per call of `baseline`, `candidate` or `twin`, less what the same calls of nothing take.
+    def rounds(self, *, calm: bool) -> list[int]:
+        """First turns of the complete rounds; with `calm` of those in which no side had to wait long for a core."""
+        waited, starts = self.raw["waited"], range(0, len(self.raw["waited"]) - self.sides + 1, self.sides)
+        return [i for i in starts if not calm or max(waited[i : i + self.sides]) <= WAITED]
 
-        That is the handshake and, for Python functions, the copy of their results into the ruler's memory.
+    def per_call(self, side: str, rounds: list[int]) -> list[float]:
+        """Seconds per call of `baseline`, `candidate` or `twin`: geometric means over rounds, the handshake taken off.
+
+        Where the candidate writes its results in place and the baseline returns tensors, the time to copy those into
+        the ruler's memory is taken off the baseline.
         """
-        null = float(np.median(self.raw["candidate_null" if side == "candidate" else "baseline_null"]))
-        return [(self.raw[side][i] - null) / self.slots for i in pairs]
+        cost = self.handshake_s
+        if side != "candidate" and "copy" in self.raw:
+            cost = float(np.median(self.raw["copy"]))
+        turns = np.maximum(np.asarray(self.raw[side]) - cost, 1e-12) / self.slots
+        return [float(np.exp(np.log(turns[i : i + self.sides]).mean())) for i in rounds]
 
 
 class Session:
@@ -121,9 +134,7 @@ class Session:
         for what in (terms.candidate, terms.baseline):
             if what is not None and what.language == "cpp":
                 source = loop_source(self.problem, what.prepares)
-                shims[what.prepares] = building.compile_library(
-                    source, ["loop", "noop"], terms.builds, trusted=True
-                ).path
+                shims[what.prepares] = building.compile_library(source, ["loop"], terms.builds, trusted=True).path
         beside = None if terms.baseline is None else building.build(terms.baseline, self.problem, terms.builds)
         files = [terms.built.path, *shims.values(), *([beside.path] if beside else [])]
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -170,11 +181,9 @@ class Session:
     def _load_baselines(self, side: handle.Worker, beside: building.Built | None, shims: dict[bool, Path]) -> None:
         own = self.terms.baseline
         python = {"language": "torch", "path": "", "entry": "run", "prepares": False, "compile": False}
-        self.null_of_baseline = NULL
         if own is not None and beside is not None:
             self._load(side, EAGER, own, beside.path, shims.get(own.prepares))
             self.baselines = {EAGER: "candidate"}
-            self.null_of_baseline = NULL_NATIVE if own.language == "cpp" else NULL
         else:
             self.baselines = {EAGER: "eager"}
             side.send(worker.LOAD, {**python, "which": EAGER, "source": self.problem.reference}, LOAD_S)
@@ -182,9 +191,6 @@ class Session:
                 side.send(worker.LOAD, {**python, "which": VENDOR, "source": self.problem.vendor}, LOAD_S)
                 self.baselines[VENDOR] = "vendor"
         side.send(worker.LOAD, {"which": NULL, "language": "null"}, LOAD_S)
-        if shims:
-            body = {"language": "cpp", "path": "", "entry": "noop", "prepares": False, "which": NULL_NATIVE}
-            side.send(worker.LOAD, {**body, "shim": str(next(iter(shims.values())))}, LOAD_S)
 
     # --- laying out ------------------------------------------------------------------------------------------------
 
@@ -371,24 +377,20 @@ class Session:
         self._configure(plan, scalars, all_sides=True)
         self._fill(plan)
         self._prepare(plan, scalars, all_sides=True)
-        null = NULL_NATIVE if self.terms.candidate.language == "cpp" else NULL
         probe = min(most, 8)
-        first = [
-            (side, which) for side in self.workers for which in ((0,) if side is self.cand else (*self.baselines, null))
-        ]
         for _ in range(2):  # the same history on all sides: every slot, twice
-            for side, which in first:
-                side.run(which, 0, most, FIRST_S + CALL_S)
-        handshake = float(np.median([self.base.run(null, 0, 1, CALL_S) for _ in range(9)]))
-        cost = max(min(self.base.run(null, 0, most, CALL_S) for _ in range(3)) - handshake, 0) / most
+            for side in self.workers:
+                for which in (0,) if side is self.cand else (*self.baselines, NULL):
+                    side.run(which, 0, most, FIRST_S + CALL_S)
+        handshake = float(np.median([self.base.run(NULL, 0, 0, CALL_S) for _ in range(9)]))
         quick = {w: min(self.base.run(w, 0, probe, CALL_S) for _ in range(5)) / probe for w in self.baselines}
         which = min(quick, key=quick.__getitem__)
         ours = min(self.cand.run(0, 0, probe, CALL_S) for _ in range(5)) / probe
-        honest = max(min(ours, quick[which]) - handshake / probe - cost, 1e-8)
+        honest = max(min(ours, quick[which]) - handshake / probe, 1e-8)
         slots = int(min(most, max(1, math.ceil(1.5 * handshake / (honest * MOST_OVERHEAD)))))
         plan = self._plan(shape, slots)
         self._configure(plan, scalars, all_sides=True)
-        timed = Timed(shape, slots, which, handshake)
+        timed = Timed(shape, slots, which, len(self.workers))
         limit = CALL_S + 100 * quick[which] * slots
         least, greatest = PAIRS["confirm" if self.terms.confirm else "screen"]
         gc.disable()
@@ -397,34 +399,37 @@ class Session:
                 late = time.monotonic() > end
                 if (turn >= 6 and late) or (turn >= least and self._narrow(timed)):
                     break
-                self._pair(plan, scalars, timed, null=null, turn=turn, limit=limit)
+                self._turn(plan, scalars, timed, turn=turn, limit=limit)
             if self.terms.confirm:
-                self._singly(plan, scalars, timed, null, limit)
+                self._singly(plan, scalars, timed, limit)
         finally:
             gc.enable()
         return timed
 
     def _narrow(self, timed: Timed) -> bool:
         """Stopping looks at the interval's width only, never at where it lies."""
-        kept = timed.kept()
-        if len(kept) < 8:
+        kept = timed.rounds(calm=True)
+        if len(kept) < 6:
             return False
         interval = stats.speedup(timed.per_call("baseline", kept), timed.per_call("candidate", kept), self.terms.alpha)
         return interval.high - interval.low < 0.02 * interval.estimate
 
-    def _pair(
-        self, plan: inputs.Layout, scalars: list[Any], timed: Timed, *, null: int, turn: int, limit: float
-    ) -> None:
+    def _turn(self, plan: inputs.Layout, scalars: list[Any], timed: Timed, *, turn: int, limit: float) -> None:
         """Fresh values for all, then baseline and candidate in changing order on the same values, then the checks."""
         again = turn == 0 or (turn % 16 == 0 and any(tensor.constant for tensor in self.problem.inputs))
         views = self._fill(plan, constants=again, twists=turn > 0)
         if again:
             self._prepare(plan, scalars, all_sides=True)
-        words = {side: inputs.poison(side.outputs, plan, self._rng()) for side in self.workers}
+        assert self.memory is not None
+        word = 0
         order = [(side, 0 if side is self.cand else timed.which) for side in self.workers]
         shift = turn % len(order)
         times, waited = {}, 0.0
         for side, which in order[shift:] + order[:shift]:
+            # The ruler's last touches before each run are the same for all sides, so that the caches are.
+            poison = inputs.poison(side.outputs, plan, self._rng())
+            word = poison if side is self.cand else word
+            self.memory.bytes[: plan.input_bytes].max()
             if self.terms.cold:
                 _flush()
             before = _waited(side.pid)
@@ -433,33 +438,34 @@ class Session:
         timed.add(baseline=times[self.base], candidate=times[self.cand], waited=waited)
         if self.twin is not None:
             timed.add(twin=times[self.twin])
-        timed.add(candidate_null=self.base.run(null, 0, plan.slots, limit))
-        timed.add(baseline_null=self.base.run(self.null_of_baseline, 0, plan.slots, limit))
-        self._check_batch(plan, views, scalars, words[self.cand])
+        timed.add(handshake=self.base.run(NULL, 0, 0, limit))
+        if self.terms.candidate.language == "cpp" and not self._native_baseline():
+            inputs.poison(self.base.outputs, plan, self._rng())
+            timed.add(copy=self.base.run(NULL, 0, plan.slots, limit))
+        self._check_batch(plan, views, scalars, word)
 
-    def _singly(self, plan: inputs.Layout, scalars: list[Any], timed: Timed, null: int, limit: float) -> None:
+    def _native_baseline(self) -> bool:
+        return self.terms.baseline is not None and self.terms.baseline.language == "cpp"
+
+    def _singly(self, plan: inputs.Layout, scalars: list[Any], timed: Timed, limit: float) -> None:
         """A sample with one input per handshake: what only a batch makes fast shows here."""
         for slot in self._rng().integers(0, plan.slots, 8):
             views = self._fill(plan, constants=False)
             inputs.poison(self.cand.outputs, plan, self._rng())
             timed.add(single=self.cand.run(0, int(slot), 1, limit))
             timed.add(single_baseline=self.base.run(timed.which, int(slot), 1, limit))
-            timed.add(single_null=self.base.run(null, int(slot), 1, limit))
             error, _, _ = self._check_slot(plan, self._arguments(plan, views, scalars, int(slot)), int(slot))
             if error is not None:
                 self._wrong({"shape": timed.shape, "regime": "timed call", **error})
 
     def conclude(self, timed: Timed, ceilings: Ceilings | None) -> tuple[ShapeResult, str]:
         """The result at one shape, and why it is not resolved (empty when it is)."""
-        every, kept = list(range(len(timed.raw["waited"]))), timed.kept()
-        pairs = kept if len(kept) >= 6 else every
-        base, cand = timed.per_call("baseline", pairs), timed.per_call("candidate", pairs)
+        every, kept = timed.rounds(calm=False), timed.rounds(calm=True)
+        used = kept if len(kept) >= 6 else every
+        base, cand = timed.per_call("baseline", used), timed.per_call("candidate", used)
         doubts = []
         if any(not math.isfinite(t) or t <= 0 for side in ("baseline", "candidate") for t in timed.raw[side]):
             raise handle.WorkerFailed("void", "a time was not positive and finite", "clock")
-        if min(*base, *cand) <= 0:
-            doubts.append("the ruler's own cost is as large as the time measured")
-            base, cand = [max(t, 1e-9) for t in base], [max(t, 1e-9) for t in cand]
         interval = stats.speedup(base, cand, self.terms.alpha)
         spent = min(np.median(timed.raw["candidate"]), np.median(timed.raw["baseline"]))
         overhead = float(timed.handshake_s / spent)
@@ -467,14 +473,14 @@ class Session:
         drift = float(np.median(base[:third]) / np.median(base[-third:]))
         if len(kept) < max(6, len(every) // 2):
             doubts.append(
-                f"the machine was busy: in {len(every) - len(kept)} of {len(every)} pairs a side waited for a core"
+                f"the machine was busy: in {len(every) - len(kept)} of {len(every)} rounds a side waited for a core"
             )
         if overhead > MOST_OVERHEAD:
             doubts.append(f"the ruler's own cost is {overhead:.0%} of the time measured")
         if not 1 / 1.3 < drift < 1.3:
             doubts.append(f"the baseline drifted by a factor of {max(drift, 1 / drift):.2f}")
         if interval.low == 0:
-            doubts.append(f"{interval.n} pairs are too few")
+            doubts.append(f"{interval.n} rounds are too few")
         least = floor_s(self.problem, timed.shape, ceilings)
         middle = float(np.median(cand))
         result = ShapeResult(
@@ -487,9 +493,10 @@ class Session:
             reason = f"{middle * 1e6:.2f} µs a call is below the floor of {least * 1e6:.2f} µs"
             raise handle.WorkerFailed("void", reason, "physics")
         if "single" in timed.raw and self.terms.confirm:
-            alone = float(np.median(timed.raw["single"]) - np.median(timed.raw["single_null"]))
-            alone_base = float(np.median(timed.raw["single_baseline"]) - np.median(timed.raw["single_null"]))
-            usual = max(alone_base - float(np.median(base)), 0) + 5 * float(np.median(timed.raw["single_null"]))
+            alone, alone_base = (
+                float(np.median(timed.raw[name])) - timed.handshake_s for name in ("single", "single_baseline")
+            )
+            usual = max(alone_base - float(np.median(base)), 0) + 5 * timed.handshake_s
             if alone - middle > 9 * middle + 3 * usual:
                 raise handle.WorkerFailed("void", f"alone a call takes {alone / middle:.0f} times as long", "batch")
         return result, "; ".join(doubts)
@@ -561,7 +568,7 @@ def _waited(pid: int | None) -> float:
 
 
 def loop_source(problem: Problem, prepares: bool) -> str:
-    """C++ that calls a candidate on several slots in a row, and a function of the same signature that does nothing."""
+    """C++ that calls a candidate on several slots in a row."""
     types, calls, pointers, numbers = [], [], 0, 0
     packed = not prepares
     for tensor in problem.inputs:
@@ -583,7 +590,6 @@ def loop_source(problem: Problem, prepares: bool) -> str:
         calls.append(f"a[{position}]")
     signature = ", ".join(types)
     return f"""#include <cstdint>
-extern "C" void noop({signature}) {{}}
 extern "C" void loop(void (*f)({signature}), void** p, int64_t n, const double* s, const int64_t* a) {{
   for (int64_t i = 0; i < n; ++i, p += {pointers}) f({", ".join(calls)});
 }}
