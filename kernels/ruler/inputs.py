@@ -226,18 +226,17 @@ def fill(problem: Problem, plan: Layout, memory: Memory, rng: np.random.Generato
     """Write fresh values for every slot; returns the views [slots or sets, *shape] by input (None for scalars).
 
     A special regime is applied to one tensor drawn at random and, half the time, to all (denormals and non-finite
-    values to one only: the others then stay large enough for the result to be normal). With `twists`, an eighth of
-    the slots keep the previous call's values at their address with a single element changed, and another eighth with
-    every row rotated: what remembers by address, by samples or by sums is then wrong.
+    values to one only: the others then stay large enough for the result to be normal). With `twists`, a third of the
+    slots repeat the previous call at their address, or the previous slot, with one element changed or with every row
+    rotated: what remembers by address, by samples or by sums is then wrong.
     """
     floats = [i for i, t in enumerate(problem.inputs) if t.shape is not None and "float" in t.dtype]
     chosen = {int(rng.choice(floats))} if floats else set()
     if regime not in ("denormal", "nonfinite") and rng.random() < 0.5:
         chosen = set(floats)
-    kind = rng.integers(0, 8, plan.slots) if twists else np.full(plan.slots, 7)
-    element = torch.from_numpy(np.flatnonzero(kind == 0))
-    rotated = torch.from_numpy(np.flatnonzero(kind == 1))
+    kinds = rng.integers(0, 2 if plan.slots == 1 else 12, plan.slots) if twists else np.full(plan.slots, 11)
     single = int(rng.choice(floats)) if floats else -1
+    turn = int(rng.integers(1, 1 << 30))
     views: list[torch.Tensor | None] = []
     for index, (tensor, place) in enumerate(zip(problem.inputs, plan.inputs, strict=True)):
         if place is None:
@@ -251,15 +250,13 @@ def fill(problem: Problem, plan: Layout, memory: Memory, rng: np.random.Generato
         new = values(tensor, (count, *place.shape), regime if index in chosen else "normal", rng, plan.axes)
         if regime == "denormal" and index not in chosen and "float" in tensor.dtype:
             new *= 1e5
-        if twists and not tensor.constant:
-            for slots in (element, rotated):
-                new[slots] = view[slots].to(new.dtype)
-            if index == single and len(element) and math.prod(place.shape):
-                flat = new.view(count, -1)
-                where = torch.from_numpy(rng.integers(0, flat.shape[1], len(element)))
-                flat[element, where] = 1.5 - flat[element, where]
-            if len(rotated) and place.shape and place.shape[-1] > 1:
-                new[rotated] = new[rotated].roll(int(rng.integers(1, place.shape[-1])), -1)
+        for slot in np.flatnonzero(kinds < 4) if not tensor.constant and math.prod(place.shape) else ():
+            new[slot] = view[slot] if kinds[slot] < 2 else new[slot - 1]
+            if kinds[slot] % 2 == 0 and index == single:
+                flat = new[slot].view(-1)
+                flat[turn % len(flat)] = 1.5 - flat[turn % len(flat)]
+            elif kinds[slot] % 2 == 1 and place.shape and place.shape[-1] > 1:
+                new[slot] = new[slot].roll(1 + turn % (place.shape[-1] - 1), -1)
         view.copy_(new)
     return views
 

@@ -215,7 +215,7 @@ class Session:
         needed = 20 * total + 2 * constant * (self.sets + PACK_FACTOR)
         if needed > free:
             raise InputError(
-                f"Shape {dict(shape)} needs some {needed / 2**30:.1f} GiB to be judged, {free / 2**30:.1f} GiB are free.",
+                f"Shape {dict(shape)} needs {needed / 2**30:.1f} GiB to be judged, {free / 2**30:.1f} GiB are free.",
                 remedy="Use a smaller shape.", file=self.problem.name, key="visible",
             )  # fmt: skip
         most = min(MOST_SLOTS, ARENA_BYTES // max(total - constant, 1))
