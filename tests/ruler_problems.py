@@ -9,7 +9,8 @@ RMSNORM = Problem(
     name="rmsnorm", operator="rmsnorm", axes={"rows": None, "cols": None},
     inputs=(Tensor("x", ("rows", "cols"), F), Tensor("w", ("cols",), F), Tensor("eps", None, F)),
     outputs=(Tensor("y", ("rows", "cols"), F),), scalars={"eps": 1e-6}, reduction_axes=("cols",),
-    reference="import torch\ndef run(x, w, eps):\n    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w\n",
+    reference="import torch\ndef run(x, w, eps):\n"
+    "    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w\n",
     vendor="import torch\ndef run(x, w, eps):\n    return torch.nn.functional.rms_norm(x, (x.shape[-1],), w, eps)\n",
     cost=Cost("4*rows*cols", "4*(rows*cols+cols)", "4*rows*cols"), visible=({"rows": 256, "cols": 1024},), regimes=ALL,
 )  # fmt: skip
@@ -27,10 +28,12 @@ MATMUL = Problem(
     regimes=("normal", "large", "tiny", "mixed", "integer", "zero_rows", "nonfinite"),
 )  # fmt: skip
 SILU_MUL = Problem(
-    name="silu_mul", operator="silu_mul", axes={"n": None},
-    inputs=(Tensor("x", ("n",), F), Tensor("y", ("n",), F)), outputs=(Tensor("o", ("n",), F),),
+    name="silu_mul", operator="silu_mul", axes={"rows": None, "cols": None}, c_axes=("rows*cols",),
+    inputs=(Tensor("x", ("rows", "cols"), F), Tensor("y", ("rows", "cols"), F)),
+    outputs=(Tensor("o", ("rows", "cols"), F),),
     reference="import torch\ndef run(x, y):\n    return torch.nn.functional.silu(x) * y\n",
-    cost=Cost("5*n", "8*n", "4*n"), visible=({"n": 262144},), regimes=ALL,
+    cost=Cost("5*rows*cols", "8*rows*cols", "4*rows*cols"),
+    visible=({"rows": 256, "cols": 1024},), regimes=ALL,
 )  # fmt: skip
 PROBLEMS = {p.name: p for p in (RMSNORM, SOFTMAX, MATMUL, SILU_MUL)}
 
@@ -42,3 +45,13 @@ def candidate(path):
     return PROBLEMS[operator], Candidate(
         "cpp" if cpp else "torch", path.read_text(), f"run_{operator}" if cpp else "run", origin=f"file:{path.name}"
     )
+
+
+LINEAR = Problem(
+    name="linear_small", operator="linear", axes={"m": None, "n": 128, "k": 96},
+    inputs=(Tensor("x", ("m", "k"), "bfloat16"), Tensor("w", ("n", "k"), "bfloat16", constant=True)),
+    outputs=(Tensor("y", ("m", "n"), "bfloat16"),), reduction_axes=("k",),
+    reference="import torch\ndef run(x, w):\n    return torch.nn.functional.linear(x, w)\n",
+    cost=Cost("2*m*n*k", "2*(m*k+n*k)", "2*m*n", "bfloat16"), visible=({"m": 8},), hidden=({"m": 1}, {"m": 13}),
+    regimes=("normal", "integer", "zero_rows"),
+)  # fmt: skip

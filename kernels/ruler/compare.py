@@ -5,7 +5,8 @@ Budget of an element, the sum of
   size, the median of its row),
 * (6 + 1.5·√L) × the standard deviation that float32 rounding of the inputs causes (conditioning; from random
   perturbations of one unit in the last place), where L is the number of terms that are summed,
-* (16 + 2·√L) units of float32 rounding and one of the output's own dtype, relative to the element,
+* (16 + the lesser of L and 24·√L) units of float32 rounding (a serial sum of like terms rounds in one direction) and
+  one of the output's own dtype, relative to the element,
 * 1e-12 of the largest magnitude in its row, and where flushing is allowed four of the smallest normal number, scaled
   by that magnitude if it is above 1.
 NaN and infinities must stand exactly where the references (float64 and the problem's dtype) agree that they stand.
@@ -94,7 +95,7 @@ def _budget(
         spread = torch.maximum(spread, 0.5 * spread.median(-1, keepdim=True).values)
     largest = size.amax(-1, keepdim=True) if truth.dim() else size
     root = math.sqrt(terms)
-    budget = 4 * own + (6 + 1.5 * root) * spread + unit * (16 + 2 * root) * size + 1e-12 * largest
+    budget = 4 * own + (6 + 1.5 * root) * spread + unit * (16 + min(terms, 24 * root)) * size + 1e-12 * largest
     budget += _UNIT.get(natural.dtype, 2.0**-23) * size
     if problem.denormals == "flush_allowed":
         budget += 4 * torch.finfo(torch.float32).tiny * largest.clamp_min(1)

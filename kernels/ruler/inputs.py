@@ -250,7 +250,7 @@ def fill(problem: Problem, plan: Layout, memory: Memory, rng: np.random.Generato
         new = values(tensor, (count, *place.shape), regime if index in chosen else "normal", rng, plan.axes)
         if regime == "denormal" and index not in chosen and "float" in tensor.dtype:
             new *= 1e5
-        for slot in np.flatnonzero(kinds < 4) if not tensor.constant and math.prod(place.shape) else ():
+        for slot in np.flatnonzero(kinds < 4) if place.bytes and not tensor.constant else ():
             new[slot] = view[slot] if kinds[slot] < 2 else new[slot - 1]
             if kinds[slot] % 2 == 0 and index == single:
                 flat = new[slot].view(-1)

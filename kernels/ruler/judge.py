@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -95,8 +96,10 @@ class _Ruler:
                 if isinstance(error, (EOFError, ConnectionError)):
                     raise RuntimeError("the ruler process died while it judged; the verdict is lost") from error
                 raise
-        if isinstance(answer, BaseException):
-            raise answer
+        if "refused" in answer:
+            raise InputError(answer["refused"], **answer["with"])
+        if "failed" in answer:
+            raise RuntimeError(f"the ruler failed: {answer['failed']}")
         return Verdict.from_json(answer)
 
     def end(self) -> None:
@@ -301,8 +304,11 @@ def serve(connection: Connection) -> None:
             break
         try:
             connection.send(judge_here(bench, **request).to_json())
-        except Exception as error:
-            connection.send(error)
+        except InputError as error:
+            where = {"remedy": error.remedy, "file": error.file, "key": error.key}
+            connection.send({"refused": error.problem, "with": where})
+        except Exception:
+            connection.send({"failed": traceback.format_exc(limit=-3)})
     for template in bench.templates.values():
         template.close()
 

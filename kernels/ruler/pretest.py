@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -15,8 +16,17 @@ def check(problem: Problem) -> None:
     """Try zeros, a constant, a row for all rows, an input and a bfloat16 version as outputs; change each input.
 
     Raises:
-        InputError: one of them would pass, or the reference fails; names which.
+        InputError: one of them would pass, the reference fails, or a shape does not fit memory; says which.
     """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 1 << 62
+    for one in problem.visible:
+        plan = inputs.layout(problem, one, 1)
+        needed = 24 * (plan.input_bytes + plan.output_bytes)  # float64 references, their intermediates, both workers
+        if needed > free:
+            raise InputError(
+                f"Shape {dict(one)} needs {needed / 2**30:.1f} GiB to be judged, {free / 2**30:.1f} GiB are free.",
+                remedy="Use a smaller shape.", file=problem.name, key="visible",
+            )  # fmt: skip
     shape = min(problem.visible, key=lambda s: inputs.layout(problem, s, 1).input_bytes)
     axes = problem.axis_values(shape)
     rng = inputs.generator(b"pretest", problem.id)

@@ -27,6 +27,7 @@ from typing import Any
 
 HEADER = struct.Struct("<BBHI")
 LOAD, CONFIGURE, RUN, PREPARE, TRACE = 1, 2, 3, 4, 5
+CANDIDATE = "/tmp/candidate.py"
 OK, RAISED, MISFIT, NO_MEMORY, BAD_LOAD = b"K", b"E", b"T", b"M", b"L"
 
 
@@ -134,7 +135,8 @@ def _worker(request: dict[str, Any], policy: Any, failed: list[str], fds: tuple[
             answer = NO_MEMORY
         except BaseException as error:
             answer = NO_MEMORY if "allocate memory" in str(error) else BAD_LOAD if kind == LOAD else RAISED
-            _tell(log, "".join(traceback.format_exception(error)[-3:]))
+            own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == CANDIDATE]
+            _tell(log, "".join([*traceback.format_list(own[-2:]), *traceback.format_exception_only(error)]))
         os.write(reply, answer)
 
 
@@ -303,7 +305,7 @@ def _load(body: dict[str, Any]) -> dict[str, Any]:
         return {"native": False, "prepares": False, "make": _null}
     source = Path(body["path"]).read_text() if body["path"] else body["source"]
     module = types.ModuleType("candidate")
-    module.__file__ = "/tmp/candidate.py"
+    module.__file__ = CANDIDATE
     linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
     sys.modules["candidate"] = module
     exec(compile(source, module.__file__, "exec"), module.__dict__)
