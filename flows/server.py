@@ -189,15 +189,7 @@ def _start(workspace: Workspace, log: Path) -> Server:
     env["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
     with log.open("ab") as output:
         keeper = _spawn(
-            [
-                sys.executable,
-                "-m",
-                "flows.keeper",
-                str(_record(workspace)),
-                str(_users(workspace)),
-                sys.executable,
-                *serve,
-            ],
+            ["-m", "flows.keeper", str(_record(workspace)), str(_users(workspace)), sys.executable, *serve],
             env,
             output,
             workspace.prefect,
