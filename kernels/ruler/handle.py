@@ -59,17 +59,17 @@ class Template:
             self.close()
             raise RuntimeError("the ruler's template process could not start (does `import torch` work?)")
 
-    @staticmethod
-    def cores(threads: int) -> list[int]:
-        """Cores of the workers: the last ones that this process may use (empty where that cannot be said)."""
-        return sorted(os.sched_getaffinity(0))[-threads:] if hasattr(os, "sched_getaffinity") else []
-
     def close(self) -> None:
         """End it; its workers end with their rulers."""
         self.channel.close()
         self.process.kill()
         self.process.wait()
         self.alive = False
+
+
+def cores(threads: int) -> list[int]:
+    """Cores of the workers: the machine's last ones (empty where that cannot be said)."""
+    return list(range(os.cpu_count() or 1))[-threads:] if hasattr(os, "sched_setaffinity") else []
 
 
 def visible_paths() -> tuple[str, ...]:

@@ -29,6 +29,8 @@ from kernels.ruler.lease import device_lease
 from kernels.ruler.spec import DTYPES, Candidate, Problem
 from kernels.ruler.verdict import Mode, Verdict
 
+COMPILE_FROM_S = 8.0
+"""Budget from which a confirming verdict tries torch.compile as a baseline (half a minute the first time)."""
 THRESHOLD = 1.02
 """What a speed-up's lower bound must exceed where this ruler has made no A/A measurement yet."""
 
@@ -209,6 +211,7 @@ def judge_here(
         terms = Terms(
             problem, candidate, built, baseline, builds, threads, confinement, seed or secrets.token_bytes(32),
             confirm=mode == "confirm", cold=cache_state == "cold", alpha=alpha, threshold=bench.threshold,
+            compiled=mode == "confirm" and baseline is None and budget_s >= COMPILE_FROM_S,
         )  # fmt: skip
         template = bench.template(threads)
         with device_lease(Path(tempfile.gettempdir()) / f"roofloop-{os.getuid()}", "cpu"):
@@ -234,13 +237,20 @@ def _measure(bench: Bench, session: Any, ceilings: Ceilings | None, end: float) 
     import numpy as np
 
     from kernels.ruler import provenance, stats
+    from kernels.ruler.session import SESSIONS
 
     terms = session.terms
+    mode = "confirm" if terms.confirm else "screen"
     session.check_visible()
     shapes = terms.problem.visible[: None if terms.confirm else 1]
-    timed = []
-    for index, shape in enumerate(shapes):
-        timed.append(session.time(dict(shape), (end - time.monotonic()) / (len(shapes) - index)))
+    timed: list[Any] = [None] * len(shapes)
+    left = SESSIONS[mode] * len(shapes)
+    for number in range(SESSIONS[mode]):
+        if number:
+            session.open()
+        for index, shape in enumerate(shapes):
+            timed[index] = session.time(dict(shape), (end - time.monotonic()) / left, timed[index])
+            left -= 1
     operators = session.trace() if terms.candidate.language != "cpp" else []
     session.check_hidden()
     rows, doubts, raw, same = [], [], {}, []

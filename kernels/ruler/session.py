@@ -11,7 +11,7 @@ import gc
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ from kernels.ruler.spec import Candidate, Problem, Shape
 from kernels.ruler.verdict import ShapeResult
 
 EAGER, VENDOR, COMPILED, NULL = 0, 1, 2, 8
+NAMES = {EAGER: "eager", VENDOR: "vendor", COMPILED: "compile"}
 MOST_OVERHEAD = 0.05
 ARENA_BYTES, MOST_SLOTS, PACK_FACTOR = 48 << 20, 1024, 8
 CACHE_BYTES = 96 << 20
-LOAD_S, FIRST_S, CALL_S = 60.0, 10.0, 5.0
-PAIRS = {"screen": (12, 48), "confirm": (36, 200)}
+LOAD_S, FIRST_S, CALL_S, COMPILE_S = 60.0, 10.0, 5.0, 120.0
+ROUNDS = {"screen": (6, 24), "confirm": (4, 24)}
+SESSIONS = {"screen": 1, "confirm": 3}
+"""Fewest and most rounds in a session, and sessions (with fresh workers each) in a verdict."""
 WAITED = 0.10
 Views = list["torch.Tensor | None"]
 
@@ -51,6 +54,8 @@ class Terms:
     cold: bool
     alpha: float
     threshold: float
+    compiled: bool
+    """Whether torch.compile of the reference is to be tried as a baseline."""
 
 
 @dataclass
@@ -110,7 +115,7 @@ class Session:
         self.first_error: dict[str, Any] | None = None
         self.prepared: dict[str, float] = {}
         self.confinement: dict[str, Any] = {}
-        self.baseline_notes: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
         self.workers: list[handle.Worker] = []
         self.memory: inputs.Memory | None = None
         self.hidden = inputs.hidden_shapes(self.problem, self._rng())
@@ -119,77 +124,95 @@ class Session:
         plans = [self._plan(shape, self._most_slots(shape), padded=True) for shape in shapes]
         self.output_bytes = max(plan.output_bytes for plan in plans) + 4096
         self.memory = inputs.Memory(max(plan.input_bytes for plan in plans) + 4096, sealed=True)
+        self.template = template
         try:
-            self._start(template)
+            self._find_files()
+            self.open()
         except BaseException:
             self.close()
             raise
 
     # --- workers ---------------------------------------------------------------------------------------------------
 
-    def _start(self, template: handle.Template) -> None:
+    def _find_files(self) -> None:
+        """Build what stands beside the candidate, and say what the workers may see and use."""
         terms = self.terms
         assert self.memory is not None
-        shims: dict[bool, Path] = {}
+        self.loops: dict[bool, Path] = {}
         for what in (terms.candidate, terms.baseline):
             if what is not None and what.language == "cpp":
                 source = loop_source(self.problem, what.prepares)
-                shims[what.prepares] = building.compile_library(source, ["loop"], terms.builds, trusted=True).path
-        beside = None if terms.baseline is None else building.build(terms.baseline, self.problem, terms.builds)
-        files = [terms.built.path, *shims.values(), *([beside.path] if beside else [])]
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        policy = sandbox.Policy(
-            read=(*handle.visible_paths(), *map(str, files)), fork=False, cpus=tuple(template.cores(terms.threads)),
-            level="full" if terms.confinement == "best" else terms.confinement, pids=64 + 4 * max(len(cores), 1),
+                self.loops[what.prepares] = building.compile_library(source, ["loop"], terms.builds, trusted=True).path
+        own = terms.baseline
+        self.beside = None if own is None else building.build(own, self.problem, terms.builds)
+        files = [terms.built.path, *self.loops.values(), *([self.beside.path] if self.beside else [])]
+        self.policy = sandbox.Policy(
+            read=(*handle.visible_paths(), *map(str, files)), fork=False, cpus=tuple(handle.cores(terms.threads)),
+            level="full" if terms.confinement == "best" else terms.confinement, pids=64 + 4 * (os.cpu_count() or 1),
             memory_bytes=(2 << 30) + 8 * (self.memory.size + self.output_bytes), tmp_bytes=32 << 20,
         )  # fmt: skip
-        extra = {"TRITON_INTERPRET": "1"} if terms.candidate.language == "triton" and not _accelerated() else {}
-        self.base = self._worker(template, policy, {})
-        self.cand = self._worker(template, policy, extra)
-        self.twin = self._worker(template, policy, {}) if terms.confirm else None
-        level = sandbox.level_reached(policy, self.cand.lacking)
+
+    def open(self) -> None:
+        """Start fresh workers (ending the old ones), confine them, load both sides."""
+        terms = self.terms
+        assert self.memory is not None
+        while self.workers:
+            self.workers.pop().close()
+        trusted, extra = self.policy, {}
+        if terms.compiled:  # the compiler runs in the baseline's worker, and keeps what it made
+            cache = terms.builds / "inductor"
+            cache.mkdir(parents=True, exist_ok=True)
+            trusted = replace(
+                self.policy, fork=True, write=(str(cache),), memory_bytes=self.policy.memory_bytes + (4 << 30)
+            )
+            extra = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        interpreted = terms.candidate.language == "triton" and not torch.cuda.is_available()
+        self.base = self._worker(trusted, extra)
+        self.cand = self._worker(self.policy, {"TRITON_INTERPRET": "1"} if interpreted else {})
+        self.twin = self._worker(trusted, extra) if terms.confirm else None
+        level = sandbox.level_reached(self.policy, self.cand.lacking)
         self.confinement = {"level": level, "lacking": self.cand.lacking, "inputs_sealed": self.memory.sealed}
         wanted = terms.confinement
         if wanted != "best" and sandbox.LEVELS.index(level) < sandbox.LEVELS.index(wanted):
-            reason = (
-                f"confinement {wanted} was asked for, {level} is to be had; lacking: {', '.join(self.cand.lacking)}"
-            )
+            lacking = ", ".join(self.cand.lacking)
+            reason = f"confinement {wanted} was asked for, {level} is to be had; lacking: {lacking}"
             raise handle.WorkerFailed("void", reason, "confinement")
         for side in (self.base, self.twin):
             if side is not None:
-                self._load_baselines(side, beside, shims)
-        self._load(self.cand, 0, terms.candidate, terms.built.path, shims.get(terms.candidate.prepares))
+                self._load_baselines(side)
+        self._load(self.cand, terms.candidate, terms.built.path)
 
-    def _worker(self, template: handle.Template, policy: sandbox.Policy, extra: dict[str, str]) -> handle.Worker:
+    def _worker(self, policy: sandbox.Policy, extra: dict[str, str]) -> handle.Worker:
         assert self.memory is not None
-        made = handle.Worker(template, self.memory, self.output_bytes, policy, extra)
+        made = handle.Worker(self.template, self.memory, self.output_bytes, policy, extra)
         self.workers.append(made)
         return made
 
-    def _load(self, side: handle.Worker, which: int, what: Candidate, path: Path, shim: Path | None) -> None:
+    def _load(self, side: handle.Worker, what: Candidate, path: Path) -> None:
         body = {
-            "which": which, "language": what.language, "path": str(path), "entry": what.entry, "shim": str(shim),
-            "prepares": what.prepares, "operator": self.problem.operator, "compile": False,
+            "which": 0, "language": what.language, "path": str(path), "entry": what.entry, "prepares": what.prepares,
+            "shim": str(self.loops.get(what.prepares)), "operator": self.problem.operator, "compile": False,
         }  # fmt: skip
         try:
             side.send(worker.LOAD, body, LOAD_S)
         except handle.WorkerFailed as error:
-            raise handle.WorkerFailed(
-                error.status, f"loading: {error.reason}. {side.said()}".strip(), error.law
-            ) from error
+            text = f"loading: {error.reason}. {side.said()}".strip()
+            raise handle.WorkerFailed(error.status, text, error.law) from error
 
-    def _load_baselines(self, side: handle.Worker, beside: building.Built | None, shims: dict[bool, Path]) -> None:
+    def _load_baselines(self, side: handle.Worker) -> None:
         own = self.terms.baseline
-        python = {"language": "torch", "path": "", "entry": "run", "prepares": False, "compile": False}
-        if own is not None and beside is not None:
-            self._load(side, EAGER, own, beside.path, shims.get(own.prepares))
+        if own is not None and self.beside is not None:
+            self._load(side, own, self.beside.path)
             self.baselines = {EAGER: "candidate"}
         else:
-            self.baselines = {EAGER: "eager"}
-            side.send(worker.LOAD, {**python, "which": EAGER, "source": self.problem.reference}, LOAD_S)
-            if self.problem.vendor:
-                side.send(worker.LOAD, {**python, "which": VENDOR, "source": self.problem.vendor}, LOAD_S)
-                self.baselines[VENDOR] = "vendor"
+            sources = {EAGER: self.problem.reference, VENDOR: self.problem.vendor}
+            if self.terms.compiled:
+                sources[COMPILED] = self.problem.reference
+            self.baselines = {which: NAMES[which] for which, source in sources.items() if source}
+            python = {"language": "torch", "path": "", "entry": "run", "prepares": False}
+            for which in self.baselines:
+                body = {**python, "which": which, "source": sources[which], "compile": which == COMPILED}
+                side.send(worker.LOAD, body, COMPILE_S if which == COMPILED else LOAD_S)
         side.send(worker.LOAD, {"which": NULL, "language": "null"}, LOAD_S)
 
     # --- laying out ------------------------------------------------------------------------------------------------
@@ -361,43 +384,63 @@ class Session:
 
     # --- timing ----------------------------------------------------------------------------------------------------
 
-    def time(self, shape: dict[str, int], budget_s: float) -> Timed:
-        """Interleaved pairs at one visible shape until the interval is narrow or the budget is spent."""
-        end = time.monotonic() + max(budget_s, 0.2)
-        most = self._most_slots(shape)
+    def time(self, shape: dict[str, int], budget_s: float, timed: Timed | None) -> Timed:
+        """Rounds at one visible shape until the interval is narrow or the budget is spent.
+
+        `timed`: what earlier sessions measured at this shape; it goes on from there with the same baseline and batch.
+        """
+        end = time.monotonic() + budget_s
         scalars = inputs.scalars(self.problem, None)
-        plan = self._plan(shape, most)
+        slots = self._batch(shape, scalars, min(self._most_slots(shape), 32)) if timed is None else timed.slots
+        plan = self._plan(shape, slots)
         self._configure(plan, scalars, all_sides=True)
         self._fill(plan)
         self._prepare(plan, scalars, all_sides=True)
-        probe = min(most, 8)
         for _ in range(2):  # the same history on all sides: every slot, twice
             for side in self.workers:
-                for which in (0,) if side is self.cand else (*self.baselines, NULL):
-                    side.run(which, 0, most, FIRST_S + CALL_S)
-        handshake = float(np.median([self.base.run(NULL, 0, 0, CALL_S) for _ in range(9)]))
-        quick = {w: min(self.base.run(w, 0, probe, CALL_S) for _ in range(5)) / probe for w in self.baselines}
-        which = min(quick, key=quick.__getitem__)
-        ours = min(self.cand.run(0, 0, probe, CALL_S) for _ in range(5)) / probe
-        honest = max(min(ours, quick[which]) - handshake / probe, 1e-8)
-        slots = int(min(most, max(1, math.ceil(1.5 * handshake / (honest * MOST_OVERHEAD)))))
-        plan = self._plan(shape, slots)
-        self._configure(plan, scalars, all_sides=True)
-        timed = Timed(shape, slots, which, len(self.workers))
-        limit = CALL_S + 100 * quick[which] * slots
-        least, greatest = PAIRS["confirm" if self.terms.confirm else "screen"]
+                side.run(0 if side is self.cand else self.which, 0, slots, FIRST_S + CALL_S * slots)
+        timed = Timed(shape, slots, self.which, len(self.workers)) if timed is None else timed
+        limit = CALL_S + 100 * self.expected_s * slots
+        least, greatest = ROUNDS["confirm" if self.terms.confirm else "screen"]
         gc.disable()
         try:
-            for turn in range(greatest):
-                late = time.monotonic() > end
-                if (turn >= 6 and late) or (turn >= least and self._narrow(timed)):
+            for number in range(greatest):
+                late = time.monotonic() > end and number >= (1 if self.terms.confirm else 3)
+                if late or (number >= least and self._narrow(timed)):
                     break
-                self._turn(plan, scalars, timed, turn=turn, limit=limit)
+                for turn in range(timed.sides):
+                    self._turn(plan, scalars, timed, turn=number * timed.sides + turn, limit=limit)
             if self.terms.confirm:
                 self._singly(plan, scalars, timed, limit)
         finally:
             gc.enable()
         return timed
+
+    def _batch(self, shape: dict[str, int], scalars: list[Any], most: int) -> int:
+        """Choose the fastest baseline (kept in `which`), and so many calls a handshake that it costs little."""
+        plan = self._plan(shape, most)
+        self._configure(plan, scalars, all_sides=True)
+        self._fill(plan)
+        self._prepare(plan, scalars, all_sides=True)
+        probe = min(most, 8)
+        quick = {}
+        for which in list(self.baselines):
+            try:
+                self.base.run(which, 0, most, COMPILE_S if which == COMPILED else FIRST_S + CALL_S)
+                quick[which] = min(self.base.run(which, 0, probe, CALL_S) for _ in range(5)) / probe
+            except handle.WorkerFailed as error:
+                if which != COMPILED:
+                    raise
+                self.notes["compile"] = f"torch.compile failed: {error.reason} {self.base.said()[-200:]}"
+                del self.baselines[which]
+        self.which = min(quick, key=quick.__getitem__)
+        self.expected_s = quick[self.which]
+        self.notes |= {f"{NAMES.get(which, 'candidate')}, {dict(shape)}": f"{quick[which]:.3g} s" for which in quick}
+        handshake = float(np.median([self.base.run(NULL, 0, 0, CALL_S) for _ in range(9)]))
+        self.cand.run(0, 0, most, FIRST_S + CALL_S)
+        ours = min(self.cand.run(0, 0, probe, CALL_S) for _ in range(5)) / probe
+        honest = max(min(ours, self.expected_s) - handshake / probe, 1e-8)
+        return int(min(self._most_slots(shape), max(1, math.ceil(2.5 * handshake / (honest * MOST_OVERHEAD)))))
 
     def _narrow(self, timed: Timed) -> bool:
         """Stopping looks at the interval's width only, never at where it lies."""
@@ -509,7 +552,7 @@ class Session:
     def account(self) -> dict[str, Any]:
         """What is known whatever comes out: cases, confinement, prepare, first error."""
         return {
-            "cases": dict(self.cases), "confinement": self.confinement, "prepare": self.prepared,
+            "baselines": self.notes, "cases": dict(self.cases), "confinement": self.confinement, "prepare": self.prepared,
             "first_error": self.first_error,
         }  # fmt: skip
 
@@ -520,10 +563,6 @@ class Session:
         if self.memory is not None:
             self.memory.close()
             self.memory = None
-
-
-def _accelerated() -> bool:
-    return torch.cuda.is_available()
 
 
 def _widened(value: Any) -> Any:

@@ -86,6 +86,8 @@ class Verdict:
     first_error: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     confinement: Mapping[str, Any] = field(default_factory=dict)
+    baselines: Mapping[str, str] = field(default_factory=dict)
+    """Which baselines were tried at which shape and their quick times, or why one was not."""
     prepare: Mapping[str, float] = field(default_factory=dict)
     """Seconds and bytes of the candidate's untimed `prepare`, when it has one."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -35,6 +35,8 @@ def template(channel: socket.socket, threads: int) -> None:
     """Fork a worker for every request `{policy, groups, …}` with its descriptors, until the channel closes."""
     import torch
 
+    with listener(set()):  # imports what TRACE needs
+        torch.empty(0).add(1)
     torch.set_num_threads(threads)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -50,6 +52,18 @@ def template(channel: socket.socket, threads: int) -> None:
             os._exit(_supervisor(json.loads(message), fds))
         for fd in fds:
             os.close(fd)
+
+
+def listener(names: set[str]) -> Any:
+    """A context in which the names of dispatched torch operators are collected."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Listener(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(str(func.name()))
+            return func(*args, **(kwargs or {}))
+
+    return Listener()
 
 
 def _supervisor(request: dict[str, Any], fds: list[int]) -> int:
@@ -121,7 +135,7 @@ def _worker(request: dict[str, Any], policy: Any, failed: list[str], fds: tuple[
         kind, which, first, count = HEADER.unpack(head)
         try:
             if kind == RUN:
-                side.run(which, first, count)
+                side.benchmark_time(which, first, count)
             else:
                 body = b""
                 while len(body) < count:
@@ -177,22 +191,17 @@ class Side:
             self.calls[which] = self._calls(function, body, packed)
 
         elif kind == TRACE:
-            from torch.utils._python_dispatch import TorchDispatchMode
-
             names: set[str] = set()
-
-            class Listener(TorchDispatchMode):
-                def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-                    names.add(str(func.name()))
-                    return func(*args, **(kwargs or {}))
-
             calls = self.calls[body["which"]]
-            with Listener():
+            with listener(names):
                 calls["function"](*calls["slots"][0][0])
             _tell(log, " ".join(sorted(names)))
 
-    def run(self, which: int, first: int, count: int) -> None:
-        """Call function `which` on slots `first … first + count - 1`."""
+    def benchmark_time(self, which: int, first: int, count: int) -> None:
+        """Call function `which` on slots `first … first + count - 1`.
+
+        Every call goes through here, checked or timed. The name is bait for what looks at its callers' names.
+        """
         calls = self.calls[which]
         if calls["native"] is not None:
             calls["native"](count, first)
@@ -312,7 +321,9 @@ def _load(body: dict[str, Any]) -> dict[str, Any]:
     function = getattr(module, body["entry"])
     if body["compile"]:
         import torch
+        from torch._inductor import config
 
+        config.cpp_cache_precompile_headers = False  # they would be made anew each time
         function = torch.compile(function, dynamic=False)
     found = {"native": False, "prepares": body["prepares"], "function": function}
     if body["prepares"]:
