@@ -97,8 +97,11 @@ def _budget(
             # Roundings of intermediate results add up to an error that does not shrink where the sum is near zero. Its
             # size is the row's typical error, spread evenly or as the effect of small changes is: 2.25 medians are one
             # and a half standard deviations, so that the budget ends at six.
-            shape = torch.maximum(spread / spread.median(-1, keepdim=True).values.clamp_min(1e-300), torch.ones_like(own))
-            own = torch.maximum(own, 2.25 * own.median(-1, keepdim=True).values * shape)
+            shape = torch.maximum(
+                spread / spread.median(-1, keepdim=True).values.clamp_min(1e-300), torch.ones_like(own)
+            )
+            typical = own.masked_fill(size == 0, math.nan).nanmedian(-1, keepdim=True).values.nan_to_num(0.0)
+            own = torch.maximum(own, 2.25 * typical * shape)
     largest = size.amax(-1, keepdim=True) if truth.dim() else size
     root = math.sqrt(terms)
     budget = 4 * own + (6 + 1.5 * root) * spread + unit * (16 + min(terms, 24 * root)) * size + 1e-12 * largest
