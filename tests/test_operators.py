@@ -211,7 +211,7 @@ def test_what_contradicts_itself_is_refused(raw):
     assert "2.00×" in slow.notes[0]
     assert "1 threads" in slow.notes[1]
     noisy = analyse(raw, TARGET.model_copy(update={"noisy": True}), 1)
-    assert all(r.roofline_ms is None for r in noisy.rows)
+    assert [r.gap for r in noisy.rows] == [r.gap for r in analyse(raw, TARGET, 1).rows]  # a lower bound, and said so
     assert "busy" in noisy.notes[-1]
 
 
