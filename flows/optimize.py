@@ -11,9 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, tags
 from prefect.runtime import flow_run
-from prefect.tags import tags
 
 from flows import artifacts, rounds, steps
 from flows.terminal import current

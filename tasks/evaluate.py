@@ -87,6 +87,9 @@ class Comparison(Record):
     looks: int
     threshold: float
     """What the interval must lie above: 1 + the larger of the least gain worth keeping and the A/A noise."""
+    a_row: dict[str, float | int | bool | None] = Field(default_factory=dict)
+    """A's normalised row over all rounds (`profiles.traffic.COLUMNS`)."""
+    b_row: dict[str, float | int | bool | None] = Field(default_factory=dict)
     a_spread: float = 0.0
     """Standard deviation of the log of one of A's rounds against its neighbours: the A/A noise of this machine now."""
     verdict: Literal["above", "below"] | None = None
@@ -226,7 +229,8 @@ def compare(
         finally:
             for side in (a, b):
                 _signal(side.engine, signal.SIGCONT)
-        peaks = {f"{s.name}_peak_memory_bytes": s.engine.peak_memory_bytes() or None for s in (a, b)}
+        peaks: dict[str, Any] = {f"{s.name}_peak_memory_bytes": s.engine.peak_memory_bytes() or None for s in (a, b)}
+        peaks |= {f"{s.name}_row": _row(s, workload) for s in (a, b) if s.rounds}
     if raw is not None:
         traffic.write_raw(raw, [*a.rounds, *b.rounds], {**(about or {}), "rounds_of_a": len(a.rounds)})
     assert a.resolved is not None
@@ -310,6 +314,11 @@ def _analyse(
         "a_spread": spread,
         "verdict": decided(every, threshold),
     }
+
+
+def _row(side: _Side, workload: Workload) -> dict[str, float | int | bool | None]:
+    summary = traffic.pool(side.rounds, workload.gates)
+    return {column: traffic.metric_of(summary, column) for column in traffic.COLUMNS}
 
 
 def _gates(workload: Workload, side: _Side) -> tuple[GateCheck, ...]:

@@ -7,7 +7,7 @@ tools, the ruler or the budget, not the idea) is run again when it is asked for 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def run_campaign(
     return _conclude(folder, store, task, head["run_id"], result, provenance, time.monotonic() - start)
 
 
-def _opening(task: CampaignTask, head: Mapping[str, Any]) -> Iterable[Any]:
+def _opening(task: CampaignTask, head: Mapping[str, Any]) -> list[Campaign]:
     return [
         Campaign(
             id=task.campaign_id,
@@ -174,7 +174,7 @@ def _failed(task: CampaignTask, reason: str) -> CampaignResult:
     return CampaignResult(task.campaign_id, "failed", reason, task.finished)
 
 
-def _conclude(
+def _conclude(  # noqa: PLR0917
     folder: Path,
     store: Store,
     task: CampaignTask,

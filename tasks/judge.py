@@ -35,10 +35,10 @@ class Bench:
 
     def judge(self, problem: Problem, candidate: Candidate, mode: Mode) -> Verdict:
         """Build, wait for the device, judge. A bad candidate is a verdict; only a broken machine raises."""
-        from kernels.ruler import judge as ruler
+        from kernels.ruler.judge import judge
 
         def measure() -> Verdict:
-            return ruler.judge(
+            return judge(
                 problem,
                 candidate,
                 mode=mode,
