@@ -1,0 +1,85 @@
+"""The workspace's Prefect server: found, shared, gone with its last user."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from flows import server
+from tasks.workspace import Workspace
+
+ROOT = Path(__file__).resolve().parent.parent
+USER = """
+import sys, time
+from pathlib import Path
+from flows import server
+from tasks.workspace import Workspace
+with server.serving(Workspace(Path(sys.argv[1])).create()) as running:
+    print(running.api_url, running.pid, running.keeper, flush=True)
+    time.sleep(600)
+"""
+
+
+def user(root: Path) -> tuple[subprocess.Popen[str], list[str]]:
+    environment = {k: v for k, v in os.environ.items() if k != "PREFECT_API_URL"} | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", USER, str(root)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().split()
+
+
+def gone(pid: int, patience_s: float = 60) -> bool:
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def test_users_share_one_server_that_ends_with_the_last_however_it_dies(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path).create()
+    one, first = user(tmp_path)
+    two, second = user(tmp_path)
+    try:
+        assert first == second  # the same server
+        assert server.healthy(first[0])
+        assert server.find(workspace) is not None
+        one.kill()
+        one.wait()
+        assert server.healthy(first[0])  # the other still uses it
+        two.send_signal(signal.SIGKILL)
+        two.wait()
+        assert gone(int(first[1]))
+        assert gone(int(first[2]))
+    finally:
+        for process in (one, two):
+            process.kill()
+            process.wait()
+    assert server.find(workspace) is None
+
+
+def test_a_record_that_nothing_stands_behind_is_no_server(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path).create()
+    record = workspace.prefect / "server.json"
+    record.write_text('{"api_url": "http://127.0.0.1:9/api", "ui_url": "x", "pid": 1, "pid_started": 1.0}')
+    assert server.find(workspace) is None
+    record.write_text("not json")
+    assert server.find(workspace) is None
+
+
+def test_prefect_home_is_nobody_elses(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path).create()
+    assert workspace.prefect.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_recorder_does_not_spin() -> None:
+    # the server takes the whole part of it: below 1 it would flush without a pause
+    assert float(server.SETTINGS["PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL"]) >= 1
