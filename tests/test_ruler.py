@@ -220,7 +220,7 @@ def test_unfit_problems_are_refused(builds, change, key):
 
 def test_levels_of_confinement_are_reached_or_named(builds):
     source = "import os, torch\nok = []\nfor p in ('/root', '/var/tmp', '/etc/passwd'):\n    try:\n" \
-        "        ok.append(os.listdir(p) if os.path.isdir(p) else open(p).read())\n    except OSError:\n        pass\n" \
+        "        ok += [os.listdir(p) if os.path.isdir(p) else open(p).read()]\n    except OSError:\n        pass\n" \
         "def run(x):\n    assert not ok\n    return torch.softmax(x, -1)\n"  # fmt: skip
     best = run(SMALL["softmax"], source, builds)
     assert best.status in ("valid", "unresolved"), best.reason

@@ -134,12 +134,16 @@ class Worker:
     def _exchange(self, message: bytes, timeout_s: float) -> float:
         if select.select([self.reply], [], [], 0)[0]:
             raise WorkerFailed("void", "the worker spoke without being asked", "protocol")
-        began = time.perf_counter()
-        os.write(self.go, message)
-        self._freeze(False)
-        self._await(began + timeout_s)
-        self._freeze(True)
-        return time.perf_counter() - began
+        sandbox.go_first(True)
+        try:
+            began = time.perf_counter()
+            os.write(self.go, message)
+            self._freeze(False)
+            self._await(began + timeout_s)
+            self._freeze(True)
+            return time.perf_counter() - began
+        finally:
+            sandbox.go_first(False)
 
     def _await(self, deadline: float) -> None:
         left = max(deadline - time.perf_counter(), 0)

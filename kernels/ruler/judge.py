@@ -215,7 +215,6 @@ def judge_here(
         )  # fmt: skip
         template = bench.template(threads)
         with device_lease(Path(tempfile.gettempdir()) / f"roofloop-{os.getuid()}", "cpu"):
-            sandbox.go_first(-10)  # after the workers, which share its core
             session = Session(terms, template)
             frame |= _measure(bench, session, ceilings, time.monotonic() + budget_s)
     except building.BuildFailed as error:
@@ -226,7 +225,6 @@ def judge_here(
         frame |= {"status": error.status, "reason": error.reason, "law": error.law}
         frame |= session.account() if session is not None else {}
     finally:
-        sandbox.go_first(0)
         if session is not None:
             session.close()
     return Verdict(**frame, duration_s=round(time.monotonic() - began, 4))

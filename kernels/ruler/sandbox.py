@@ -158,8 +158,11 @@ class Cgroup:
         assert self.freezer is not None
         assert self.events is not None
         os.pwrite(self.freezer, b"1" if on else b"0", 0)
+        end = time.monotonic() + 10
         while on and b"frozen 1" not in os.pread(self.events, 64, 0):
-            time.sleep(1e-6)  # it may share our core, and must run to stop
+            os.sched_yield()  # it may share our core (and priority), and must run to stop
+            if time.monotonic() > end:
+                raise RuntimeError("a worker could not be frozen")
 
     def remove(self) -> None:
         """Kill what is left in it and take it away."""
@@ -488,11 +491,15 @@ def supervise(child: int, life: int | None) -> int:
             stop = False
 
 
-def go_first(nice: int) -> None:
-    """Let this process (and its session's scheduling group) run before the machine's other work, where allowed."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, nice)
-        Path("/proc/self/autogroup").write_text(str(nice))
+def go_first(first: bool) -> None:
+    """Let this thread, and threads it starts, run before the machine's ordinary work, where that is allowed.
+
+    Real-time turns, since a higher weight alone waits out the time slice of whoever runs. Ruler and worker have one
+    priority: they take turns. The kernel keeps a twentieth of each second for the others.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        policy = os.SCHED_RR if first else os.SCHED_OTHER
+        os.sched_setscheduler(0, policy, os.sched_param(int(first)))
 
 
 def die_with_parent() -> None:

@@ -552,7 +552,8 @@ class Session:
     def account(self) -> dict[str, Any]:
         """What is known whatever comes out: cases, confinement, prepare, first error."""
         return {
-            "baselines": self.notes, "cases": dict(self.cases), "confinement": self.confinement, "prepare": self.prepared,
+            "baselines": self.notes, "cases": dict(self.cases), "confinement": self.confinement,
+            "prepare": self.prepared,
             "first_error": self.first_error,
         }  # fmt: skip
 

@@ -105,7 +105,7 @@ def _worker(request: dict[str, Any], policy: Any, failed: list[str], fds: tuple[
 
     go, reply, log, inputs, outputs = fds
     os.setsid()
-    sandbox.go_first(-20)
+    sandbox.go_first(True)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
