@@ -490,12 +490,14 @@ def _run(
         leftovers = reap(place.children)
         if leftovers:
             display.say(f"Ended {leftovers} process(es) that a killed run had left behind")
-        state = _state(place, workload, file, new=new, seed=seed, agents=agents)
-        with state.held(), _server(place, streams, display) as url:
+        with _server(place, streams, display) as url:
             import importlib
 
+            from flows.optimize import begin
+
+            state = begin(place, workload, file, new=new, seed=seed, agents=agents)
             display.say(f"Run {state.run_id} · Prefect UI {url}")
-            with display.shown():
+            with state.held(), display.shown():
                 state = importlib.import_module(module).start(place, state)
         _finish(state, streams, as_json)
 
@@ -510,24 +512,6 @@ def _workload(name: str, budget: str) -> tuple[Workload, str]:
         workload = workload.model_copy(update={"budget": spend})
         check_workload(workload, file or None)
     return workload, file
-
-
-def _state(
-    place: Workspace, workload: Workload, file: str, *, new: bool, seed: int | None, agents: str
-) -> RunState:  # fmt: skip
-    from profiles.ceilings import fingerprint
-    from tasks.lab import fresh_seed
-    from tasks.run_state import create_run, unfinished_run, with_budget
-    from tasks.versions import versions
-
-    machine = fingerprint()
-    held = None if new else unfinished_run(place.runs, workload, machine, seed)
-    if held is not None:
-        return with_budget(held, workload)
-    number = fresh_seed() if seed is None else seed
-    return create_run(
-        place.runs, workload, seed=number, fingerprint=machine, agents=agents, workload_file=file, versions=versions()
-    )
 
 
 def _finish(state: RunState, streams: Streams, as_json: bool) -> None:

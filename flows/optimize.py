@@ -19,12 +19,50 @@ from flows.terminal import current
 from kb import lessons
 from kb.store import Store
 from kernels.errors import InputError
+from profiles.ceilings import fingerprint
 from profiles.engines.base import EngineFailure, Stack
+from profiles.load import load_workload
+from profiles.workload import Workload
 from tasks.codec import from_json
-from tasks.lab import Lab
+from tasks.lab import Lab, fresh_seed
 from tasks.report import write_report
-from tasks.run_state import RunState, open_run
+from tasks.run_state import RunState, create_run, open_run, read_json, unfinished_run, with_budget
+from tasks.versions import versions
 from tasks.workspace import Workspace
+
+
+def begin(
+    workspace: Workspace,
+    workload: Workload,
+    file: str = "",
+    *,
+    new: bool = False,
+    seed: int | None = None,
+    agents: str = "offline",
+) -> RunState:
+    """The newest unfinished run of this work on this machine, or a new one.
+
+    Args:
+        workspace: created.
+        workload: what should be fast.
+        file: where it was read from; empty when it came by name.
+        new: begin a new run in any case.
+        seed: of the run; drawn when None. An unfinished run must have the same.
+        agents: who plans and executes.
+    """
+    machine = fingerprint()
+    held = None if new else unfinished_run(workspace.runs, workload, machine, seed)
+    if held is not None:
+        return with_budget(held, workload)
+    return create_run(
+        workspace.runs,
+        workload,
+        seed=fresh_seed() if seed is None else seed,
+        fingerprint=machine,
+        agents=agents,
+        workload_file=file,
+        versions=versions(),
+    )
 
 
 def start(workspace: Workspace, state: RunState) -> RunState:
@@ -46,7 +84,7 @@ def start(workspace: Workspace, state: RunState) -> RunState:
     state.event("started", budget_s=state.clock.budget_s)
     try:
         with tags(f"workload:{state.record.workload.name}", f"run:{state.run_id}"):
-            optimize(str(workspace.root), str(workspace.models), state.run_id)
+            optimize(state.record.workload.name, str(workspace.root), str(workspace.models), state.run_id)
         state = state.with_status("finished", _why_ended(state))
     except EngineFailure as failure:
         state = state.with_status("failed", str(failure))
@@ -65,20 +103,25 @@ def start(workspace: Workspace, state: RunState) -> RunState:
 
 
 def _name() -> str:
-    run_id = str(flow_run.parameters["run_id"])
-    return f"optimize {run_id.rsplit('-', 3)[0]} · {datetime.now(UTC):%Y-%m-%d}"
+    return f"optimize {flow_run.parameters['workload']} · {datetime.now(UTC):%Y-%m-%d}"
 
 
 @flow(name="optimize", flow_run_name=_name, retries=0)
-def optimize(workspace_root: str, models: str, run_id: str) -> dict[str, Any]:
+def optimize(workload: str, workspace_root: str = ".", models: str = "", run_id: str = "") -> dict[str, Any]:
     """Make a model fast on this machine, and prove it.
 
     Args:
+        workload: name of a workload, or the path of its TOML.
         workspace_root: the workspace's folder.
-        models: folder of materialised models.
-        run_id: the run to begin or to go on with.
+        models: folder of materialised models; the person's cache when empty.
+        run_id: the run to go on with; when empty, the newest unfinished run of the workload, else a new one.
     """
-    workspace = Workspace(Path(workspace_root), Path(models)).create()
+    workspace = Workspace(Path(workspace_root), *([Path(models)] if models else [])).create()
+    if not run_id:
+        run = begin(workspace, load_workload(workload), workload if workload.endswith(".toml") else "")
+        with run.held():
+            start(workspace, run)
+        return {"run_id": run.run_id, "report": str(run.folder / "report.html")}
     run = open_run(workspace.runs / run_id)
     current().clock(run.clock)
     store = Store(workspace.kb)
@@ -104,7 +147,5 @@ def optimize(workspace_root: str, models: str, run_id: str) -> dict[str, Any]:
 
 
 def _why_ended(state: RunState) -> str:
-    import json
-
-    final = json.loads(state.stage_file("900-final").read_text(encoding="utf-8"))
+    final = read_json(state.stage_file("900-final")) or {}
     return str(final["result"]["stop_reason"])
