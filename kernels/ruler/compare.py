@@ -70,8 +70,8 @@ def expect(problem: Problem, reference: Reference, arguments: Sequence[Any], ter
     def nudged(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
-        wide = tensor.double()
-        return wide * (1 + unit * torch.randn(wide.shape, generator=draw, dtype=torch.float64))
+        signs = torch.randint(0, 2, tensor.shape, generator=draw, dtype=torch.int8)
+        return tensor.double() * (1 - unit + 2 * unit * signs)
 
     truths, naturals = evaluate(exact), evaluate(lambda tensor: tensor.clone())
     draws = [evaluate(nudged) for _ in range(6 if sum(t.numel() for t in truths) < 100_000 else 2)]

@@ -250,6 +250,8 @@ def fill(problem: Problem, plan: Layout, memory: Memory, rng: np.random.Generato
         new = values(tensor, (count, *place.shape), regime if index in chosen else "normal", rng, plan.axes)
         if regime == "denormal" and index not in chosen and "float" in tensor.dtype:
             new *= 1e5
+        if regime == "nonfinite" and index not in chosen and "float" in tensor.dtype:
+            new[torch.from_numpy(rng.random(new.shape) < 0.05)] = 0  # zero times infinity is not zero
         for slot in np.flatnonzero(kinds < 4) if place.bytes and not tensor.constant else ():
             new[slot] = view[slot] if kinds[slot] < 2 else new[slot - 1]
             if kinds[slot] % 2 == 0 and index == single:

@@ -354,12 +354,12 @@ class Session:
             )
 
     def _check_batch(self, plan: inputs.Layout, views: Views, scalars: list[Any], word: int) -> None:
-        """Every output of a timed batch: two slots with the full budget, all others with one scaled from those."""
+        """Every output of a timed batch: one slot with the full budget, all others with one scaled from that."""
         self.cases["timed_calls"] += plan.slots
         where = {"shape": {k: plan.axes[k] for k in self.problem.visible[0]}, "regime": "timed call"}
         if not inputs.guards_intact(self.cand.outputs, plan, word):
             raise handle.WorkerFailed("void", "it wrote outside its output in a timed call", "memory")
-        sample = {int(slot) for slot in self._rng().integers(0, plan.slots, 2)}
+        sample = {int(self._rng().integers(plan.slots))}
         scales = [0.0] * len(plan.outputs)
         for slot in sample:
             error, expected, _ = self._check_slot(plan, self._arguments(plan, views, scalars, slot), slot)
@@ -440,7 +440,7 @@ class Session:
         self.cand.run(0, 0, most, FIRST_S + CALL_S)
         ours = min(self.cand.run(0, 0, probe, CALL_S) for _ in range(5)) / probe
         honest = max(min(ours, self.expected_s) - handshake / probe, 1e-8)
-        return int(min(self._most_slots(shape), max(1, math.ceil(2.5 * handshake / (honest * MOST_OVERHEAD)))))
+        return int(min(self._most_slots(shape), max(1, math.ceil(1.6 * handshake / (honest * MOST_OVERHEAD)))))
 
     def _narrow(self, timed: Timed) -> bool:
         """Stopping looks at the interval's width only, never at where it lies."""
