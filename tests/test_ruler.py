@@ -14,7 +14,7 @@ import pytest
 from ruler_problems import LINEAR, MATMUL, RMSNORM, SILU_MUL, SOFTMAX
 
 from kernels.errors import InputError
-from kernels.ruler import build, canaries, sandbox
+from kernels.ruler import build, canaries, cgroup, sandbox
 from kernels.ruler import judge as judging
 from kernels.ruler.floor import Ceilings
 from kernels.ruler.spec import Candidate, Problem
@@ -264,7 +264,7 @@ def test_a_suite_goes_on_where_it_was_stopped(builds, tmp_path):
 
 def leftovers():
     """Processes, cgroups and shared memory of any ruler."""
-    found = [str(p) for root in ("/sys/fs/cgroup",) for p in Path(root).glob(f"**/{sandbox.CGROUPS}*")]
+    found = [str(p) for root in ("/sys/fs/cgroup",) for p in Path(root).glob(f"**/{cgroup.PREFIX}*")]
     found += [str(p) for p in Path("/dev/shm").glob("*roofloop*")]
     return found
 
@@ -313,7 +313,7 @@ def test_many_verdicts_leave_nothing_behind(builds):
     after = state()
     assert after[:2] == before[:2]
     assert after[2] - before[2] < 30 << 20
-    assert not [p for p in leftovers() if f"{sandbox.CGROUPS}{ruler}." in p]
+    assert not [p for p in leftovers() if f"{cgroup.PREFIX}{ruler}." in p]
 
 
 SCRIPT = """
@@ -360,7 +360,7 @@ def test_whoever_dies_no_worker_is_left(builds, how):
     if how == "interrupt":
         assert "KeyboardInterrupt" in errors
     end = time.monotonic() + 10
-    while (left := [p for p in leftovers() if f"{sandbox.CGROUPS}{ruler}." in p]) and time.monotonic() < end:
+    while (left := [p for p in leftovers() if f"{cgroup.PREFIX}{ruler}." in p]) and time.monotonic() < end:
         time.sleep(0.05)
     assert not left
 

@@ -137,6 +137,35 @@ def compile_library(source: str, entries: list[str], builds: Path, *, trusted: b
     return Built(target, time.monotonic() - began, version, FLAGS)
 
 
+def loop_source(problem: Problem, prepares: bool) -> str:
+    """C++ that calls a candidate on several slots in a row."""
+    types, calls, pointers, numbers = [], [], 0, 0
+    packed = not prepares
+    for tensor in problem.inputs:
+        if tensor.shape is None:
+            types.append("int64_t" if "int" in tensor.dtype else "float")
+            calls.append(f"({types[-1]})s[{numbers}]")
+            numbers += 1
+        elif not (tensor.constant and prepares and packed):
+            packed |= tensor.constant
+            types.append("const void*")
+            calls.append(f"p[{pointers}]")
+            pointers += 1
+    for _ in problem.outputs:
+        types.append("void*")
+        calls.append(f"p[{pointers}]")
+        pointers += 1
+    for position in range(len(problem.c_axes or problem.axes)):
+        types.append("int64_t")
+        calls.append(f"a[{position}]")
+    signature = ", ".join(types)
+    return f"""#include <cstdint>
+extern "C" void loop(void (*f)({signature}), void** p, int64_t n, const double* s, const int64_t* a) {{
+  for (int64_t i = 0; i < n; ++i, p += {pointers}) f({", ".join(calls)});
+}}
+"""
+
+
 def undefined_symbols(library: Path) -> set[str]:
     """Names that a library takes from elsewhere (evidence of provenance, no proof)."""
     return _symbols(library, undefined=True)

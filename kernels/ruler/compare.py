@@ -74,7 +74,9 @@ def expect(problem: Problem, reference: Reference, arguments: Sequence[Any], ter
         return tensor.double() * (1 - unit + 2 * unit * signs)
 
     truths, naturals = evaluate(exact), evaluate(lambda tensor: tensor.clone())
-    draws = [evaluate(nudged) for _ in range(6 if sum(t.numel() for t in truths) < 100_000 else 2)]
+    rounded = any(t.dtype in (torch.bfloat16, torch.float16) for t in naturals)  # their spread must be known well
+    few = sum(t.numel() for t in truths) < 100_000
+    draws = [evaluate(nudged) for _ in range((16 if rounded else 4) if few else 2)]
     return [
         _budget(problem, truth, natural, [d[i] for d in draws], terms=terms, unit=unit)
         for i, (truth, natural) in enumerate(zip(truths, naturals, strict=True))
@@ -94,14 +96,11 @@ def _budget(
         own = torch.maximum(own, size * relative)
         spread = torch.maximum(spread, 0.5 * spread.median(-1, keepdim=True).values)
         if problem.reduction_axes and natural.dtype in (torch.bfloat16, torch.float16):
-            # Roundings of intermediate results add up to an error that does not shrink where the sum is near zero. Its
-            # size is the row's typical error, spread evenly or as the effect of small changes is: 2.25 medians are one
-            # and a half standard deviations, so that the budget ends at six.
-            shape = torch.maximum(
-                spread / spread.median(-1, keepdim=True).values.clamp_min(1e-300), torch.ones_like(own)
-            )
-            typical = own.masked_fill(size == 0, math.nan).nanmedian(-1, keepdim=True).values.nan_to_num(0.0)
-            own = torch.maximum(own, 2.25 * typical * shape)
+            # Roundings of intermediate results add up to an error that does not shrink where the sum is near zero. It
+            # is spread over the elements as the effect of small changes is, and the row's typical ratio of the two
+            # sets its size: 2.25 medians are one and a half standard deviations, so that the budget ends at six.
+            ratio = (own / spread.clamp_min(1e-300)).masked_fill(size == 0, math.nan)
+            own = torch.maximum(own, 2.25 * spread * ratio.nanmedian(-1, keepdim=True).values.nan_to_num(0.0))
     largest = size.amax(-1, keepdim=True) if truth.dim() else size
     root = math.sqrt(terms)
     budget = 4 * own + (6 + 1.5 * root) * spread + unit * (16 + min(terms, 24 * root)) * size + 1e-12 * largest

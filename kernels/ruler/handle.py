@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kernels.ruler import sandbox, worker
+from kernels.ruler import cgroup, sandbox, worker
 from kernels.ruler.inputs import Layout, Memory
 
 _numbers = count()
@@ -41,7 +41,7 @@ class Template:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {
             **ALLOCATOR, "PATH": os.defpath, "HOME": "/tmp", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": str(threads),
-            "OPENBLAS_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0",
+            "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0",
         }  # fmt: skip
         self.environment, self.threads, self.channel = environment, threads, ours
         with theirs:
@@ -86,7 +86,7 @@ class Worker:
     ) -> None:
         self.outputs = Memory(output_bytes, sealed=False)
         self.name = str(next(_numbers))
-        self.group = sandbox.Cgroup(self.name, policy.pids) if policy.level == "full" else None
+        self.group = cgroup.Cgroup(self.name, policy.pids) if policy.level == "full" else None
         self.pid: int | None = None
         self.exit_code: int | None = None
         ends = [os.pipe2(os.O_CLOEXEC) for _ in range(5)]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.errors import InputError
-from kernels.ruler import sandbox
+from kernels.ruler import cgroup, sandbox
 from kernels.ruler.floor import Ceilings
 from kernels.ruler.lease import device_lease
 from kernels.ruler.spec import DTYPES, Candidate, Problem
@@ -236,6 +236,7 @@ def _measure(bench: Bench, session: Any, ceilings: Ceilings | None, end: float) 
 
     from kernels.ruler import provenance, stats
     from kernels.ruler.session import SESSIONS
+    from kernels.ruler.timing import conclude
 
     terms = session.terms
     mode = "confirm" if terms.confirm else "screen"
@@ -253,7 +254,7 @@ def _measure(bench: Bench, session: Any, ceilings: Ceilings | None, end: float) 
     session.check_hidden()
     rows, doubts, raw, same = [], [], {}, []
     for run in timed:
-        row, doubt = session.conclude(run, ceilings)
+        row, doubt = conclude(run, terms.problem, ceilings, alpha=terms.alpha, threshold=terms.threshold)
         rows.append(row)
         doubts += [doubt] if doubt else []
         raw[",".join(f"{k}={v}" for k, v in run.shape.items())] = run.raw
@@ -303,7 +304,7 @@ def serve(connection: Connection) -> None:
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody reads or traces this process
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: sleep no longer than asked
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    sandbox.sweep()
+    cgroup.sweep()
     bench = Bench()
     while True:
         try:

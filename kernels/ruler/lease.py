@@ -5,9 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def host_leases() -> Path:
+    """The folder of leases that all workspaces of this person share on this host."""
+    return Path(tempfile.gettempdir()) / f"roofloop-{os.getuid()}"
 
 
 @contextmanager

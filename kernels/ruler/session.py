@@ -11,7 +11,7 @@ import gc
 import math
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,16 @@ import torch
 from kernels.errors import InputError
 from kernels.ruler import build as building
 from kernels.ruler import compare, handle, inputs, sandbox, stats, worker
-from kernels.ruler.floor import Ceilings, floor_s
 from kernels.ruler.spec import Candidate, Problem, Shape
-from kernels.ruler.verdict import ShapeResult
+from kernels.ruler.timing import CACHE_BYTES, MOST_OVERHEAD, Timed, flush, waited_s
 
 EAGER, VENDOR, COMPILED, NULL = 0, 1, 2, 8
 NAMES = {EAGER: "eager", VENDOR: "vendor", COMPILED: "compile"}
-MOST_OVERHEAD = 0.05
 ARENA_BYTES, MOST_SLOTS, PACK_FACTOR = 48 << 20, 1024, 8
-CACHE_BYTES = 96 << 20
 LOAD_S, FIRST_S, CALL_S, COMPILE_S = 60.0, 10.0, 5.0, 120.0
 ROUNDS = {"screen": (6, 24), "confirm": (4, 24)}
 SESSIONS = {"screen": 1, "confirm": 3}
 """Fewest and most rounds in a session, and sessions (with fresh workers each) in a verdict."""
-WAITED = 0.10
 Views = list["torch.Tensor | None"]
 
 
@@ -56,48 +52,6 @@ class Terms:
     threshold: float
     compiled: bool
     """Whether torch.compile of the reference is to be tried as a baseline."""
-
-
-@dataclass
-class Timed:
-    """What was measured at one shape; lists in seconds per handshake, one entry a turn.
-
-    Each turn runs all sides on the same fresh values; who goes first changes from turn to turn, since the first finds
-    the caches otherwise. A round is as many turns as there are sides, and a ratio is the geometric mean over one round.
-    """
-
-    shape: dict[str, int]
-    slots: int
-    which: int
-    sides: int
-    raw: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, **figures: float) -> None:
-        """Append one figure to each named list."""
-        for name, value in figures.items():
-            self.raw.setdefault(name, []).append(value)
-
-    @property
-    def handshake_s(self) -> float:
-        """Median cost of a handshake that calls nothing."""
-        return float(np.median(self.raw["handshake"]))
-
-    def rounds(self, *, calm: bool) -> list[int]:
-        """First turns of the complete rounds; with `calm` of those in which no side had to wait long for a core."""
-        waited, starts = self.raw["waited"], range(0, len(self.raw["waited"]) - self.sides + 1, self.sides)
-        return [i for i in starts if not calm or max(waited[i : i + self.sides]) <= WAITED]
-
-    def per_call(self, side: str, rounds: list[int]) -> list[float]:
-        """Seconds per call of `baseline`, `candidate` or `twin`: geometric means over rounds, the handshake taken off.
-
-        Where the candidate writes its results in place and the baseline returns tensors, the time to copy those into
-        the ruler's memory is taken off the baseline.
-        """
-        cost = self.handshake_s
-        if side != "candidate" and "copy" in self.raw:
-            cost = float(np.median(self.raw["copy"]))
-        turns = np.maximum(np.asarray(self.raw[side]) - cost, 1e-12) / self.slots
-        return [float(np.exp(np.log(turns[i : i + self.sides]).mean())) for i in rounds]
 
 
 class Session:
@@ -141,7 +95,7 @@ class Session:
         self.loops: dict[bool, Path] = {}
         for what in (terms.candidate, terms.baseline):
             if what is not None and what.language == "cpp":
-                source = loop_source(self.problem, what.prepares)
+                source = building.loop_source(self.problem, what.prepares)
                 self.loops[what.prepares] = building.compile_library(source, ["loop"], terms.builds, trusted=True).path
         own = terms.baseline
         self.beside = None if own is None else building.build(own, self.problem, terms.builds)
@@ -391,16 +345,17 @@ class Session:
         """
         end = time.monotonic() + budget_s
         scalars = inputs.scalars(self.problem, None)
-        slots = self._batch(shape, scalars, min(self._most_slots(shape), 32)) if timed is None else timed.slots
+        if timed is None:
+            timed = self._choose(shape, scalars, min(self._most_slots(shape), 32))
+        slots = timed.slots
         plan = self._plan(shape, slots)
         self._configure(plan, scalars, all_sides=True)
         self._fill(plan)
         self._prepare(plan, scalars, all_sides=True)
         for _ in range(2):  # the same history on all sides: every slot, twice
             for side in self.workers:
-                side.run(0 if side is self.cand else self.which, 0, slots, FIRST_S + CALL_S * slots)
-        timed = Timed(shape, slots, self.which, len(self.workers)) if timed is None else timed
-        limit = CALL_S + 100 * self.expected_s * slots
+                side.run(0 if side is self.cand else timed.which, 0, slots, FIRST_S + CALL_S * slots)
+        limit = CALL_S + 100 * timed.expected_s * slots
         least, greatest = ROUNDS["confirm" if self.terms.confirm else "screen"]
         gc.disable()
         try:
@@ -416,8 +371,8 @@ class Session:
             gc.enable()
         return timed
 
-    def _batch(self, shape: dict[str, int], scalars: list[Any], most: int) -> int:
-        """Choose the fastest baseline (kept in `which`), and so many calls a handshake that it costs little."""
+    def _choose(self, shape: dict[str, int], scalars: list[Any], most: int) -> Timed:
+        """Choose the fastest baseline, and so many calls a handshake that it costs little."""
         plan = self._plan(shape, most)
         self._configure(plan, scalars, all_sides=True)
         self._fill(plan)
@@ -433,14 +388,14 @@ class Session:
                     raise
                 self.notes["compile"] = f"torch.compile failed: {error.reason} {self.base.said()[-200:]}"
                 del self.baselines[which]
-        self.which = min(quick, key=quick.__getitem__)
-        self.expected_s = quick[self.which]
-        self.notes |= {f"{NAMES.get(which, 'candidate')}, {dict(shape)}": f"{quick[which]:.3g} s" for which in quick}
+        which = min(quick, key=quick.__getitem__)
+        self.notes |= {f"{self.baselines[w]}, {shape}": f"{seconds:.3g} s" for w, seconds in quick.items()}
         handshake = float(np.median([self.base.run(NULL, 0, 0, CALL_S) for _ in range(9)]))
         self.cand.run(0, 0, most, FIRST_S + CALL_S)
         ours = min(self.cand.run(0, 0, probe, CALL_S) for _ in range(5)) / probe
-        honest = max(min(ours, self.expected_s) - handshake / probe, 1e-8)
-        return int(min(self._most_slots(shape), max(1, math.ceil(1.6 * handshake / (honest * MOST_OVERHEAD)))))
+        honest = max(min(ours, quick[which]) - handshake / probe, 1e-8)
+        slots = int(min(self._most_slots(shape), max(1, math.ceil(1.6 * handshake / (honest * MOST_OVERHEAD)))))
+        return Timed(shape, slots, which, self.baselines[which], quick[which], len(self.workers))
 
     def _narrow(self, timed: Timed) -> bool:
         """Stopping looks at the interval's width only, never at where it lies."""
@@ -467,10 +422,10 @@ class Session:
             word = poison if side is self.cand else word
             self.memory.bytes[: plan.input_bytes].max()
             if self.terms.cold:
-                _flush()
-            before = _waited(side.pid)
+                flush()
+            before = waited_s(side.pid)
             times[side] = side.run(which, 0, plan.slots, limit)
-            waited = max(waited, (_waited(side.pid) - before) / max(times[side], 1e-9))
+            waited = max(waited, (waited_s(side.pid) - before) / max(times[side], 1e-9))
         timed.add(baseline=times[self.base], candidate=times[self.cand], waited=waited)
         if self.twin is not None:
             timed.add(twin=times[self.twin])
@@ -493,49 +448,6 @@ class Session:
             error, _, _ = self._check_slot(plan, self._arguments(plan, views, scalars, int(slot)), int(slot))
             if error is not None:
                 self._wrong({"shape": timed.shape, "regime": "timed call", **error})
-
-    def conclude(self, timed: Timed, ceilings: Ceilings | None) -> tuple[ShapeResult, str]:
-        """The result at one shape, and why it is not resolved (empty when it is)."""
-        every, kept = timed.rounds(calm=False), timed.rounds(calm=True)
-        used = kept if len(kept) >= 6 else every
-        base, cand = timed.per_call("baseline", used), timed.per_call("candidate", used)
-        doubts = []
-        if any(not math.isfinite(t) or t <= 0 for side in ("baseline", "candidate") for t in timed.raw[side]):
-            raise handle.WorkerFailed("void", "a time was not positive and finite", "clock")
-        interval = stats.speedup(base, cand, self.terms.alpha)
-        spent = min(np.median(timed.raw["candidate"]), np.median(timed.raw["baseline"]))
-        overhead = float(timed.handshake_s / spent)
-        third = max(len(base) // 3, 1)
-        drift = float(np.median(base[:third]) / np.median(base[-third:]))
-        if len(kept) < max(6, len(every) // 2):
-            doubts.append(
-                f"the machine was busy: in {len(every) - len(kept)} of {len(every)} rounds a side waited for a core"
-            )
-        if overhead > MOST_OVERHEAD:
-            doubts.append(f"the ruler's own cost is {overhead:.0%} of the time measured")
-        if not 1 / 1.3 < drift < 1.3:
-            doubts.append(f"the baseline drifted by a factor of {max(drift, 1 / drift):.2f}")
-        if interval.low == 0:
-            doubts.append(f"{interval.n} rounds are too few")
-        least = floor_s(self.problem, timed.shape, ceilings)
-        middle = float(np.median(cand))
-        result = ShapeResult(
-            shape=timed.shape, speedup=interval, claim=stats.claim(base, cand), baseline_s=float(np.median(base)),
-            candidate_s=middle, floor_s=least, floor_fraction=None if least is None else least / middle,
-            overhead_fraction=overhead, calls_per_handshake=timed.slots, baseline=self.baselines[timed.which],
-            faster=interval.low > self.terms.threshold and not doubts,
-        )  # fmt: skip
-        if ceilings is not None and least is not None and middle < least * (1 - ceilings.margin):
-            reason = f"{middle * 1e6:.2f} µs a call is below the floor of {least * 1e6:.2f} µs"
-            raise handle.WorkerFailed("void", reason, "physics")
-        if "single" in timed.raw and self.terms.confirm:
-            alone, alone_base = (
-                float(np.median(timed.raw[name])) - timed.handshake_s for name in ("single", "single_baseline")
-            )
-            usual = max(alone_base - float(np.median(base)), 0) + 5 * timed.handshake_s
-            if alone - middle > 9 * middle + 3 * usual:
-                raise handle.WorkerFailed("void", f"alone a call takes {alone / middle:.0f} times as long", "batch")
-        return result, "; ".join(doubts)
 
     def trace(self) -> list[str]:
         """Names of torch operators that one more call of a Python candidate dispatched: a claim, no proof."""
@@ -576,54 +488,3 @@ def _size(values: torch.Tensor) -> torch.Tensor:
     """Size of each element plus the root mean square of its row."""
     size = values.abs() if values.is_floating_point() else values.double().abs()
     return (size + size.square().mean(-1, keepdim=True).sqrt() if size.dim() else size).clamp_min(1e-30)
-
-
-_cache: list[np.ndarray] = []
-
-
-def _flush() -> None:
-    """Drive everything else out of the caches."""
-    if not _cache:
-        _cache.append(np.zeros(CACHE_BYTES // 8))
-    _cache[0] += 1.0
-
-
-def _waited(pid: int | None) -> float:
-    """Seconds that the threads of a process have waited for a core so far (the kernel's figure)."""
-    total = 0
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/schedstat", "rb") as file:
-                total += int(file.read().split()[1])
-    except (OSError, IndexError):
-        return 0.0
-    return total / 1e9
-
-
-def loop_source(problem: Problem, prepares: bool) -> str:
-    """C++ that calls a candidate on several slots in a row."""
-    types, calls, pointers, numbers = [], [], 0, 0
-    packed = not prepares
-    for tensor in problem.inputs:
-        if tensor.shape is None:
-            types.append("int64_t" if "int" in tensor.dtype else "float")
-            calls.append(f"({types[-1]})s[{numbers}]")
-            numbers += 1
-        elif not (tensor.constant and prepares and packed):
-            packed |= tensor.constant
-            types.append("const void*")
-            calls.append(f"p[{pointers}]")
-            pointers += 1
-    for _ in problem.outputs:
-        types.append("void*")
-        calls.append(f"p[{pointers}]")
-        pointers += 1
-    for position in range(len(problem.c_axes or problem.axes)):
-        types.append("int64_t")
-        calls.append(f"a[{position}]")
-    signature = ", ".join(types)
-    return f"""#include <cstdint>
-extern "C" void loop(void (*f)({signature}), void** p, int64_t n, const double* s, const int64_t* a) {{
-  for (int64_t i = 0; i < n; ++i, p += {pointers}) f({", ".join(calls)});
-}}
-"""

@@ -67,7 +67,7 @@ def listener(names: set[str]) -> Any:
 
 
 def _supervisor(request: dict[str, Any], fds: list[int]) -> int:
-    from kernels.ruler import sandbox
+    from kernels.ruler import cgroup, sandbox
 
     go, reply, log, inputs, outputs, life, report = fds
     sandbox.die_with_parent()
@@ -94,7 +94,7 @@ def _supervisor(request: dict[str, Any], fds: list[int]) -> int:
     os.write(gate_w, b"1")
     code = sandbox.supervise(child, life)
     for folder in request["groups"]:
-        sandbox.remove_cgroup(Path(folder))
+        cgroup.remove(Path(folder))
     with contextlib.suppress(OSError):
         os.write(report, f"{code}\n".encode())
     return 0
