@@ -276,7 +276,7 @@ def final(  # noqa: PLR0917
             return parsed.reason
         return f"{parsed.ratio:.2f}× [{parsed.low:.2f}, {parsed.high:.2f}] over stock, {parsed.decision}"
 
-    key = run.key("final", stack.id, stop_reason)
+    key = run.key("final", stack.id)  # the stop reason may tell seconds: those of the first time stand
     held = step(run, "900-final", key, "Confirmation in fresh engines", work, said, retries=1)
     return dict(held)
 
