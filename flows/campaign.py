@@ -21,7 +21,7 @@ from kernels.ruler.spec import Problem
 from profiles import roofline
 from profiles.target import Target
 from tasks.agents.offline import OfflineExecutor
-from tasks.execute import Concluded, read_campaign, run_campaign
+from tasks.execute import Concluded, ended, read_campaign, run_campaign
 from tasks.judge import Bench
 from tasks.lab import Lab
 from tasks.record import record_outcome
@@ -64,15 +64,9 @@ def rerun(workspace: Workspace, campaign_id: str, *, budget_s: float | None = No
     """
     found = _find(workspace, campaign_id)
     campaign(str(workspace.root), str(workspace.models), found.run_id, campaign_id, budget_s)
-    from tasks.execute import concluded
-
-    folder = found.folder / "campaigns" / campaign_id
-    done = concluded(folder)
-    if done is not None:
-        return done
-    from kb.records import Outcome
-
-    return Concluded(Outcome.model_validate(read_json(folder / "outcome.json")), None)
+    done = ended(found.folder / "campaigns" / campaign_id)
+    assert done is not None  # the flow has just written it
+    return done
 
 
 def _find(workspace: Workspace, campaign_id: str) -> RunState:

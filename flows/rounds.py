@@ -29,7 +29,7 @@ from tasks.agents.planner import OfflinePlanner
 from tasks.agents.protocol import CampaignTask, Left, Opportunity, PlanContext, SettingsResult
 from tasks.codec import from_json
 from tasks.evaluate import Comparison, compare
-from tasks.execute import Concluded, campaign_id, concluded, run_campaign, write_campaign
+from tasks.execute import Concluded, campaign_id, ended, run_campaign, write_campaign
 from tasks.lab import Lab, PointFigures, stock
 from tasks.plan import context_of, plan_round, task_for
 from tasks.promote import Decision, decide, end_to_end, resource_check
@@ -281,7 +281,7 @@ def _campaigns(course: Course, number: int, context: PlanContext, keys: list[str
         return ", ".join(row["conclusion"].replace("_", " ") for row in held["campaigns"])
 
     step(run, f"{number}30-campaigns", run.key("campaigns", *keys), f"Campaigns, round {number}", work, said)
-    found = ((key, concluded(folder / key)) for key in keys)
+    found = ((key, ended(folder / key)) for key in keys)
     return [(key, done) for key, done in found if done is not None]
 
 
@@ -325,7 +325,7 @@ def _evaluate(
     def work() -> dict[str, Any]:
         raw = f"raw/promotion-{group[0].task.campaign_id}.json"
         left_s = run.clock.left_s() - course.costs.compare_s - course.costs.profile_s
-        found = compare(
+        found = lab.alone(compare)(
             lambda: lab.open(stack, "promotion-a"),
             lambda: lab.open(fresh, "promotion-b"),
             lab.workload,

@@ -28,7 +28,7 @@ from tasks.search import Confirmation, Measured, SearchResult
 from tasks.stage import run_stage
 from tasks.workspace import Workspace
 
-SETTINGS_SHARE = 0.45
+SETTINGS_SHARE = 0.5
 """Most of the time left after the baseline that the settings search may take, its confirmation included."""
 
 
@@ -166,7 +166,7 @@ def settings(lab: Lab, store: Store, reference: Reference, base: PointFigures) -
         return measured(workload, figures, base.distance)
 
     def confirm(winner: Settings, default: Settings) -> Confirmation:
-        found = compare(
+        found = lab.alone(compare)(
             lambda: lab.open(Stack(default), "confirm-a"),
             lambda: lab.open(Stack(winner), "confirm-b"),
             workload,
@@ -238,7 +238,7 @@ def final(  # noqa: PLR0917
                 "stack": stack,
                 "stop_reason": stop_reason,
             }
-        found, decision = confirm_final(
+        found, decision = lab.alone(confirm_final)(
             lambda: lab.open(origin, "final-stock"),
             lambda: lab.open(stack, "final-stack"),
             workload,

@@ -64,14 +64,20 @@ def read_campaign(folder: Path) -> tuple[CampaignTask, dict[str, Any]]:
     return from_json(CampaignTask, held.pop("task")), held
 
 
-def concluded(folder: Path) -> Concluded | None:
-    """What the campaign came to, if it has concluded."""
+def ended(folder: Path) -> Concluded | None:
+    """What the campaign came to when it was last run, failures included; None where it has not come to an end."""
     held = read_json(folder / "result.json")
     outcome = read_json(folder / "outcome.json")
-    if not held or not outcome or outcome["conclusion"] == "failed":
+    if not held or not outcome:
         return None
     promoted = from_json(Promoted, held["promoted"]) if held["promoted"] else None
     return Concluded(Outcome.model_validate(outcome), promoted, held["claim"], reused=True)
+
+
+def concluded(folder: Path) -> Concluded | None:
+    """What the campaign came to, if it has concluded: a failed one has not, and is run again when it is asked for."""
+    found = ended(folder)
+    return None if found is None or found.outcome.conclusion == "failed" else found
 
 
 def finished_attempts(folder: Path) -> tuple[Attempt, ...]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from kb.records import Provenance
+from kernels.ruler.lease import device_lease, host_leases
 from profiles import accuracy, traffic
 from profiles.accuracy import Distance
 from profiles.engines import open_engine
@@ -29,6 +30,9 @@ from tasks.profile import profile_engine
 from tasks.run_state import RunState
 from tasks.search import Gate, Measured
 from tasks.workspace import Workspace
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SCORED_REQUESTS = 8
 """Timed requests that the reference scores for one point of the settings search."""
@@ -101,12 +105,24 @@ class Lab:
             workload=self.run.record.workload_hash,
         )
 
+    def alone(self, work: Callable[P, T]) -> Callable[P, T]:
+        """`work` with the device to itself: the ruler of any workspace on this host waits, and we wait for it."""
+
+        def held(*args: P.args, **options: P.kwargs) -> T:
+            with device_lease(host_leases(), "cpu"):
+                return work(*args, **options)
+
+        return held
+
     def measure(self, stack: Stack, name: str, reference: Reference, seed: int) -> PointFigures:
         """Bring the stack up, serve rounds of visible prompts, score what was emitted.
 
         Raises:
             EngineFailure: the engine or the reference failed, or a request did.
         """
+        return self.alone(self._measure)(stack, name, reference, seed)
+
+    def _measure(self, stack: Stack, name: str, reference: Reference, seed: int) -> PointFigures:
         engine = self.open(stack, name)
         began = time.monotonic()
         try:
@@ -165,7 +181,7 @@ class Lab:
             threads = threads_of(engine.start())
             raw = self.run.folder / "raw" / f"{name}.json"
             raw.parent.mkdir(parents=True, exist_ok=True)
-            return profile_engine(engine, requests, raw, self.target, threads), threads
+            return self.alone(profile_engine)(engine, requests, raw, self.target, threads), threads
         finally:
             engine.stop()
 

@@ -106,7 +106,7 @@ def _budget(
     budget = 4 * own + (6 + 1.5 * root) * spread + unit * (16 + min(terms, 24 * root)) * size + 1e-12 * largest
     budget += _UNIT.get(natural.dtype, 2.0**-23) * size
     if problem.denormals == "flush_allowed":
-        budget += 4 * torch.finfo(torch.float32).tiny * largest.clamp_min(1)
+        budget += 4 * root * torch.finfo(torch.float32).tiny * largest.clamp_min(1)  # of each term that is summed
     return Expected(truth, budget, natural, ())
 
 
