@@ -41,8 +41,9 @@ CHEATS: dict[str, tuple[str, str]] = {
     "one row for all": ("torch", "def run(x):\n    return torch.softmax(x[:1], -1).expand(x.shape)\n"),
     "no maximum": ("torch", "def run(x):\n    e = torch.exp(x)\n    return e / e.sum(-1, keepdim=True)\n"),
     "bfloat16 inside": ("torch", "def run(x):\n    return torch.softmax(x.bfloat16(), -1).float()\n"),
-    "late thread": ("torch", "import threading\ndef run(x):\n    o = torch.empty_like(x)\n"
-                    "    threading.Thread(target=lambda: torch.softmax(x, -1, out=o)).start()\n    return o\n"),
+    "late thread": ("torch", "import threading, time\ndef late(x, o):\n    time.sleep(0.001)\n"
+                    "    torch.softmax(x, -1, out=o)\ndef run(x):\n    o = torch.empty_like(x)\n"
+                    "    threading.Thread(target=late, args=(x, o)).start()\n    return o\n"),
     "writes past the end": ("cpp", _cpp("std::exp", after="memset(y + rows * cols, 0, 8);")),
     "bit-trick exponential": ("cpp", _cpp("fast", head="static inline float fast(float v) { float t = v * 12102203.f +"
                               " 1064866805.f; int32_t k = t < 0 ? 0 : (int32_t)t; float e; memcpy(&e, &k, 4);"
@@ -111,5 +112,5 @@ def check(canaries: Sequence[Canary], *, threads: int, builds: Path, confinement
         verdicts.append((canary.name, verdict))
         fine = ("valid", "unresolved") if canary.honest else ("incorrect", "void", "crashed")
         if verdict.status not in fine:
-            wrong.append(f"{canary.name}: {'or '.join(fine)} expected, {verdict.status} ({verdict.reason}) came out")
+            wrong.append(f"{canary.name}: {' or '.join(fine)} expected, {verdict.status} ({verdict.reason}) came out")
     return Checked(not wrong, tuple(wrong), tuple(verdicts))

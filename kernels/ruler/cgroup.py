@@ -38,6 +38,7 @@ class Cgroup:
         self.folders: list[Path] = []
         self.freezer: int | None = None
         self.events: int | None = None
+        self.usage: int | None = None
         self.lacking: list[str] = []
         limited = False
         for kind, parent in _cgroup_mounts().items():
@@ -50,6 +51,7 @@ class Cgroup:
                     limited = True
                 if kind == "v2":
                     self.events = os.open(folder / "cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+                    self.usage = os.open(folder / "cpu.stat", os.O_RDONLY | os.O_CLOEXEC)
                     self.freezer = os.open(folder / "cgroup.freeze", os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
                 self.lacking.append(f"cgroup {kind}: {error.strerror}")
@@ -76,10 +78,10 @@ class Cgroup:
 
     def remove(self) -> None:
         """Kill what is left in it and take it away."""
-        for fd in (self.freezer, self.events):
+        for fd in (self.freezer, self.events, self.usage):
             if fd is not None:
                 os.close(fd)
-        self.freezer = self.events = None
+        self.freezer = self.events = self.usage = None
         for folder in self.folders:
             remove(folder)
         self.folders = []

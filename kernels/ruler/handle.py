@@ -131,6 +131,20 @@ class Worker:
         """
         return self._exchange(worker.HEADER.pack(worker.RUN, which, first, calls), timeout_s)
 
+    def cpu_s(self) -> tuple[float, float]:
+        """Seconds that its threads have run, and have waited for a core, so far (0 where the kernel does not say)."""
+        ran = waited = 0
+        try:
+            for task in os.listdir(f"/proc/{self.pid}/task"):
+                with open(f"/proc/{self.pid}/task/{task}/schedstat", "rb") as file:
+                    figures = file.read().split()
+                ran, waited = ran + int(figures[0]), waited + int(figures[1])
+            if self.group is not None and self.group.usage is not None:  # it counts threads that have ended, too
+                ran = int(os.pread(self.group.usage, 64, 0).split()[1]) * 1000
+        except (OSError, IndexError):
+            return 0.0, 0.0
+        return ran / 1e9, waited / 1e9
+
     def _exchange(self, message: bytes, timeout_s: float) -> float:
         if select.select([self.reply], [], [], 0)[0]:
             raise WorkerFailed("void", "the worker spoke without being asked", "protocol")

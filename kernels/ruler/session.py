@@ -22,7 +22,7 @@ from kernels.errors import InputError
 from kernels.ruler import build as building
 from kernels.ruler import compare, handle, inputs, sandbox, stats, worker
 from kernels.ruler.spec import Candidate, Problem, Shape
-from kernels.ruler.timing import CACHE_BYTES, MOST_OVERHEAD, Timed, flush, waited_s
+from kernels.ruler.timing import CACHE_BYTES, MOST_OVERHEAD, Timed, flush
 
 EAGER, VENDOR, COMPILED, NULL = 0, 1, 2, 8
 NAMES = {EAGER: "eager", VENDOR: "vendor", COMPILED: "compile"}
@@ -423,9 +423,12 @@ class Session:
             self.memory.bytes[: plan.input_bytes].max()
             if self.terms.cold:
                 flush()
-            before = waited_s(side.pid)
+            ran, waiting = side.cpu_s()
             times[side] = side.run(which, 0, plan.slots, limit)
-            waited = max(waited, (waited_s(side.pid) - before) / max(times[side], 1e-9))
+            after = side.cpu_s()
+            # Its own threads waiting for each other do not count: only time in which none of them had the core.
+            idle = times[side] * len(self.policy.cpus or (0,)) - (after[0] - ran)
+            waited = max(waited, min(after[1] - waiting, max(idle, 0.0)) / times[side])
         timed.add(baseline=times[self.base], candidate=times[self.cand], waited=waited)
         if self.twin is not None:
             timed.add(twin=times[self.twin])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -124,15 +123,3 @@ def flush() -> None:
     if not _cache:
         _cache.append(np.zeros(CACHE_BYTES // 8))
     _cache[0] += 1.0
-
-
-def waited_s(pid: int | None) -> float:
-    """Seconds that the threads of a process have waited for a core so far (the kernel's figure)."""
-    total = 0
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/schedstat", "rb") as file:
-                total += int(file.read().split()[1])
-    except (OSError, IndexError):
-        return 0.0
-    return total / 1e9
