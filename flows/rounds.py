@@ -37,6 +37,8 @@ from tasks.record import record, record_end_to_end, record_outcome, start
 from tasks.run_state import now, read_json
 from tasks.search import SearchResult
 
+LEAST_CAMPAIGN_S = 20.0
+"""A campaign in less time than this comes to nothing; where more is planned and not left, it gets what is left."""
 NEIGHBOUR_NOISE = 0.25
 """Growth of one operator's time that one profile against another shows on a machine that is not quite quiet."""
 NEIGHBOUR_LEAST = 0.02
@@ -186,7 +188,7 @@ def _context(course: Course, number: int, opportunities: tuple[Opportunity, ...]
         opportunities=opportunities,
         settings=SettingsResult(lab.workload.objective, search.default_first, best, search.best.knobs, search.trials),
         left=Left(left_s, budget.campaigns - course.campaigns, budget.tokens, budget.dollars),
-        campaign_s=budget.campaign_s,
+        campaign_s=min(budget.campaign_s, max(LEAST_CAMPAIGN_S, left_s)),
         peer_ratio=ratio,
         seed=run.record.seed,
     )
@@ -201,7 +203,7 @@ def _plan(course: Course, number: int, context: PlanContext, found: profiling.Fo
         ids = []
         for idea in plan.ideas:
             key = campaign_id(run.run_id, idea.id, idea.problem_id or "", run.record.fingerprint, threads)
-            work_s = min(budget.campaign_s, max(5.0, context.left.wall_s))
+            work_s = context.campaign_s
             one = task_for(
                 course.store, context, idea, campaign_id=key, budget_s=work_s, threads=threads,
                 builds=lab.workspace.builds,

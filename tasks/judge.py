@@ -31,7 +31,7 @@ class Bench:
     confinement: str = "best"
     """Least level that is good enough; `best` takes the best there is."""
     screen_s: float = 6.0
-    confirm_s: float = 20.0
+    confirm_s: float = 25.0
 
     def judge(self, problem: Problem, candidate: Candidate, mode: Mode) -> Verdict:
         """Build, wait for the device, judge. A bad candidate is a verdict; only a broken machine raises."""

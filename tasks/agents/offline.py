@@ -49,7 +49,7 @@ class OfflineExecutor:
 
     patience: int = 12
     confirm_best: int = 3
-    confirm_share: float = 0.35
+    confirm_share: float = 0.5
     max_screens: int = 64
 
     def run(self, task: CampaignTask, judge: Judge, report: Report) -> CampaignResult:
