@@ -54,21 +54,20 @@ def main() -> None:
     """Run the command line and exit: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        app(standalone_mode=False)
-        code = 0
+        returned = app(standalone_mode=False)  # the code of a `typer.Exit`, which is not raised then
+        code = returned if isinstance(returned, int) else 0
     except InputError as error:
         _complain(str(error))
         code = 2
     except RunFailed as error:
         _complain(str(error))
         code = 1
-    except typer.Exit as stop:
-        code = stop.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        _complain("interrupted; the same command goes on where it stopped")
         code = 130
     except Exception as error:
         code = _unexpected(error)
+    if code == 130:
+        _complain("interrupted; the same command goes on where it stopped")
     sys.exit(code)
 
 
@@ -493,12 +492,15 @@ def _run(
         with _server(place, streams, display) as url:
             import importlib
 
+            from flows.interrupt import end_zombies, interruptible
             from flows.optimize import begin
 
             state = begin(place, workload, file, new=new, seed=seed, agents=agents)
             display.say(f"Run {state.run_id} · Prefect UI {url}")
-            with state.held(), display.shown():
-                state = importlib.import_module(module).start(place, state)
+            with state.held(), interruptible(state, lambda text: print(text, file=streams.err, flush=True)):
+                end_zombies(state.run_id, "CRASHED", "its process was killed")
+                with display.shown():
+                    state = importlib.import_module(module).start(place, state)
         _finish(state, streams, as_json)
 
 

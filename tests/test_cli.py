@@ -108,6 +108,12 @@ def test_no_compiler_is_said_before_anything_is_measured(tmp_path: Path) -> None
     assert list((tmp_path / "runs").glob("*")) == []
 
 
+def test_doctor_fails_where_something_needed_is_missing(tmp_path: Path) -> None:
+    done = call("doctor", "--json", cwd=tmp_path, env={"PATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert any(not row["ok"] and row["needed"] and row["remedy"] for row in json.loads(done.stdout))
+
+
 def test_status_and_kb_of_an_empty_workspace(tmp_path: Path) -> None:
     done = call("status", "--json", cwd=tmp_path)
     assert (done.returncode, json.loads(done.stdout)) == (0, [])
