@@ -1,7 +1,7 @@
 """What the ruler is worth, in figures: `make bench-ruler`, or `python tests/bench_ruler.py [PART …] [--scale 0.1]`.
 
-Parts: same (A/A), faster (a candidate truly 5 % faster), neighbour (A/A beside a busy process), rate, many (500 verdicts
-in a row), bugs (planted ones, and what the classic check finds of them), cheats (the adversarial set).
+Parts: same (A/A), faster (a candidate truly 5 % faster), neighbour (A/A beside a busy process), rate, many (500
+verdicts in a row), bugs (planted ones, and what the classic check finds of them), cheats (the adversarial set).
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 from ruler_problems import candidate  # noqa: E402
 from test_ruler import FAST_SILU, SMALL, alive, leftovers, rulers_children  # noqa: E402
 from test_ruler_adversarial import EVIDENCE, FOLDER, GAIN, MANIFEST  # noqa: E402
-from test_ruler_mutations import BUGS, classic_finds, planted, verdict_of  # noqa: E402
+from test_ruler_mutations import BUGS, planted, verdict_of  # noqa: E402
 
 from kernels.ruler import judge as judging  # noqa: E402
 from kernels.ruler.spec import Candidate  # noqa: E402
@@ -78,7 +78,7 @@ def faster(n):
     """A baseline with a calibrated delay that makes the candidate truly 5 % faster."""
     problem = SMALL["silu_mul"]
     found, covered, resolved, estimates = 0, 0, 0, []
-    turns = 200_000
+    turns = 1_000_000
     slow = Candidate("cpp", DELAY.replace("TURNS", str(int(turns * 1.05))), "run_silu_mul")
     # What the delay is against all of the kernel: the truth to compare with.
     bare = run(problem, FAST_SILU, language="cpp", baseline=slow, mode="confirm", budget_s=3.0)

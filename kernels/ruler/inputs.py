@@ -37,6 +37,10 @@ SIZES = {
 }
 
 
+Views = list["torch.Tensor | None"]
+"""One tensor [slots or weight sets, *shape] for each input; None for a scalar."""
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """`float32` → `torch.float32`."""
     return getattr(torch, name)
@@ -200,10 +204,11 @@ def values(
         drawn = (rng.uniform(2e-39, 1.1e-38, size) * rng.choice([-1, 1], size)).astype(np.float32)
     elif regime == "zero_rows":
         drawn *= rng.integers(0, 2, rows).astype(np.float32)
-    elif regime == "nonfinite":
-        where = rng.random(size)
+    elif regime == "nonfinite":  # a third of the rows: all three kinds; a third: a mask of minus infinities
+        where, kind = rng.random(size), rng.integers(0, 3, rows)
         for index, bad in enumerate((np.nan, np.inf, -np.inf)):
-            drawn[(where > index * 0.004) & (where < (index + 1) * 0.004)] = bad
+            drawn[(kind == 0) & (where > index * 0.004) & (where < (index + 1) * 0.004)] = bad
+        drawn[(kind == 1) & (where < 0.2)] = -np.inf
     return torch.from_numpy(drawn)
 
 
@@ -222,22 +227,22 @@ def scalars(problem: Problem, rng: np.random.Generator | None) -> list[float | i
 
 
 def fill(problem: Problem, plan: Layout, memory: Memory, rng: np.random.Generator, *, regime: str = "normal",
-         constants: bool = True, twists: bool = False) -> list[torch.Tensor | None]:  # fmt: skip
-    """Write fresh values for every slot; returns the views [slots or sets, *shape] by input (None for scalars).
+         target: int | None = None, constants: bool = True, twists: bool = False) -> Views:  # fmt: skip
+    """Write fresh values for every slot; returns the views.
 
-    A special regime is applied to one tensor drawn at random and, half the time, to all (denormals and non-finite
-    values to one only: the others then stay large enough for the result to be normal). With `twists`, a third of the
-    slots repeat the previous call at their address, or the previous slot, with one element changed or with every row
-    rotated: what remembers by address, by samples or by sums is then wrong.
+    A special regime is applied to one tensor (the `target`-th that is not of integers, else a drawn one) and, half
+    the time, to all (denormals and non-finite values to one only: with denormals the others are large). With
+    `twists`, a third of the slots repeat the previous call at their address, or the previous slot, with one element
+    changed or with every row rotated: what remembers by address, by samples or by sums is then wrong.
     """
     floats = [i for i, t in enumerate(problem.inputs) if t.shape is not None and "float" in t.dtype]
-    chosen = {int(rng.choice(floats))} if floats else set()
+    chosen = {int(rng.choice(floats)) if target is None else floats[target % len(floats)]} if floats else set()
     if regime not in ("denormal", "nonfinite") and rng.random() < 0.5:
         chosen = set(floats)
     kinds = rng.integers(0, 2 if plan.slots == 1 else 12, plan.slots) if twists else np.full(plan.slots, 11)
     single = int(rng.choice(floats)) if floats else -1
     turn = int(rng.integers(1, 1 << 30))
-    views: list[torch.Tensor | None] = []
+    views: Views = []
     for index, (tensor, place) in enumerate(zip(problem.inputs, plan.inputs, strict=True)):
         if place is None:
             views.append(None)
@@ -271,11 +276,13 @@ def hidden_shapes(problem: Problem, rng: np.random.Generator) -> list[dict[str, 
     if not free:
         return []
     first = problem.visible[0]
-    drawn = [dict.fromkeys(free, 1)]
-    for wide in range(3):
-        shape = {}
-        for position, name in enumerate(free):
-            most = max(min(first[name], 700 if position == wide % len(free) else 40), 2)
-            shape[name] = int(rng.choice([n for n in range(1, most + 2) if n == 1 or n % 8]))
-        drawn.append(shape)
+
+    def tail(most: int) -> int:
+        """Just past a multiple of eight, at least nine, about `most` at most."""
+        return 8 * int(rng.integers(1, max(most // 8, 2))) + int(rng.choice([1, 3, 5, 7]))
+
+    drawn = [dict.fromkeys(free, 1), {name: tail(min(first[name], 48)) for name in free}]
+    drawn.append({name: int(rng.choice([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37])) for name in free})
+    for wide in free[:4]:
+        drawn.append({name: tail(min(first[name], 800) if name == wide else 24) for name in free})
     return drawn

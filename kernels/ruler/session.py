@@ -31,7 +31,6 @@ LOAD_S, FIRST_S, CALL_S, COMPILE_S = 60.0, 10.0, 5.0, 120.0
 ROUNDS = {"screen": (6, 24), "confirm": (4, 24)}
 SESSIONS = {"screen": 1, "confirm": 3}
 """Fewest and most rounds in a session, and sessions (with fresh workers each) in a verdict."""
-Views = list["torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ class Session:
                 if side is not self.cand:
                     side.send(worker.PREPARE, body, FIRST_S + CALL_S * plan.sets)
 
-    def _fill(self, plan: inputs.Layout, **how: Any) -> Views:
+    def _fill(self, plan: inputs.Layout, **how: Any) -> inputs.Views:
         assert self.memory is not None
         return inputs.fill(self.problem, plan, self.memory, self._rng(), **how)
 
@@ -219,7 +218,7 @@ class Session:
 
     # --- checking --------------------------------------------------------------------------------------------------
 
-    def _arguments(self, plan: inputs.Layout, views: Views, scalars: list[Any], slot: int) -> list[Any]:
+    def _arguments(self, plan: inputs.Layout, views: inputs.Views, scalars: list[Any], slot: int) -> list[Any]:
         return [
             scalar if view is None else view[slot % plan.sets if tensor.constant else slot]
             for tensor, view, scalar in zip(self.problem.inputs, views, scalars, strict=True)
@@ -246,7 +245,16 @@ class Session:
         self.cases["worst"] = max(self.cases["worst"], worst)
         return None, expected, worst
 
-    def _case(self, shape: Shape, regime: str, *, shift: int = 0, padded: bool = False, rounds: int = 1) -> None:
+    def _case(
+        self,
+        shape: Shape,
+        regime: str,
+        *,
+        target: int | None = None,
+        shift: int = 0,
+        padded: bool = False,
+        rounds: int = 1,
+    ) -> None:
         """One correctness case: fresh values, a call, every element compared; then the same with small changes."""
         kind = "hidden" if self.hidden_seen else "visible"
         where = {"shape": dict(shape), "regime": regime, "offset_bytes": shift, "padded_rows": padded}
@@ -256,7 +264,7 @@ class Session:
         try:
             self._configure(plan, scalars, all_sides=False)
             for turn in range(rounds):
-                views = self._fill(plan, regime=regime, constants=turn == 0, twists=turn > 0)
+                views = self._fill(plan, regime=regime, target=target, constants=turn == 0, twists=turn > 0)
                 if turn == 0:
                     self._prepare(plan, scalars, all_sides=False)
                 word = inputs.poison(self.cand.outputs, plan, self._rng())
@@ -286,11 +294,12 @@ class Session:
         for shape in self.problem.visible:
             self._case(shape, "normal", rounds=2)
         least = min(self.problem.visible, key=lambda shape: self._plan(shape, 1).input_bytes)
-        for shape in {
-            id(s): s for s in ((least, self.problem.visible[0]) if self.terms.confirm else (least,))
-        }.values():
-            for regime in special:
-                self._case(shape, regime)
+        floats = sum(tensor.shape is not None and "float" in tensor.dtype for tensor in self.problem.inputs)
+        for regime in special:  # those that meet one input at a time meet each of the first four
+            for target in range(min(floats, 4) if regime in ("denormal", "nonfinite") else 1):
+                self._case(least, regime, target=target)
+            if self.terms.confirm and least is not self.problem.visible[0]:
+                self._case(self.problem.visible[0], regime)
 
     def check_hidden(self) -> None:
         """Hidden shapes, offsets of four bytes, rows that are not adjacent, other scalars, every regime."""
@@ -307,7 +316,7 @@ class Session:
                 shapes[int(rng.integers(len(shapes)))], regime, shift=4 * (index % 2), padded=python and index % 3 == 0
             )
 
-    def _check_batch(self, plan: inputs.Layout, views: Views, scalars: list[Any], word: int) -> None:
+    def _check_batch(self, plan: inputs.Layout, views: inputs.Views, scalars: list[Any], word: int) -> None:
         """Every output of a timed batch: one slot with the full budget, all others with one scaled from that."""
         self.cases["timed_calls"] += plan.slots
         where = {"shape": {k: plan.axes[k] for k in self.problem.visible[0]}, "regime": "timed call"}
