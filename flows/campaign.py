@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, tags
 from prefect.runtime import flow_run
 
 from flows import artifacts
@@ -60,10 +60,11 @@ def rerun(workspace: Workspace, campaign_id: str, *, budget_s: float | None = No
     it wins now, `roofloop optimize` measures it end to end when that run is continued.
 
     Raises:
-        InputError: no run has such a campaign.
+        InputError: no run has such a campaign, or another process is working on that run.
     """
     found = _find(workspace, campaign_id)
-    campaign(str(workspace.root), str(workspace.models), found.run_id, campaign_id, budget_s)
+    with found.held(), tags(f"run:{found.run_id}"):
+        campaign(str(workspace.root), str(workspace.models), found.run_id, campaign_id, budget_s)
     done = ended(found.folder / "campaigns" / campaign_id)
     assert done is not None  # the flow has just written it
     return done

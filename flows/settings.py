@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, tags
 from prefect.runtime import flow_run
 
 from flows import steps
@@ -30,7 +30,8 @@ def start(workspace: Workspace, state: RunState) -> RunState:
     current().clock(state.clock)
     state = state.with_status("running")
     try:
-        settings(str(workspace.root), str(workspace.models), state.run_id)
+        with tags(f"workload:{state.record.workload.name}", f"run:{state.run_id}"):
+            settings(str(workspace.root), str(workspace.models), state.run_id)
         state = state.with_status("finished", REASON)
     except EngineFailure as failure:
         state = state.with_status("failed", str(failure))
