@@ -317,7 +317,8 @@ def test_many_verdicts_leave_nothing_behind(builds):
 
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path[:0] = {paths!r}
 from pathlib import Path
 from kernels.ruler.judge import judge, _running

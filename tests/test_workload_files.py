@@ -58,7 +58,7 @@ def test_shipped_workloads():
     assert (traffic.mode, traffic.concurrency, traffic.input_tokens, traffic.output_tokens) == ("closed", 8, 128, 128)
     assert traffic.length_spread == 0
     assert default.gates.accuracy.enabled
-    assert default.budget.wall_s == 720
+    assert default.budget.wall_s == 780
     assert default.target == "auto"
     assert load_workload("smollm2-cpu-latency").objective == "tpot_ms"
     assert load_workload("tiny-cpu").budget.wall_s < 60
