@@ -196,8 +196,7 @@ def judge_here(
     """`judge`, in the ruler's own process."""
     from kernels.ruler import build as building
     from kernels.ruler import handle, pretest
-    from kernels.ruler.session import Session
-    from kernels.ruler.workers import Terms
+    from kernels.ruler.session import Session, Terms
 
     began = time.monotonic()
     frame: dict[str, Any] = {
