@@ -25,6 +25,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,17 +106,28 @@ def split(policy: Policy) -> list[str]:
     if policy.level != "full":
         return ["PID namespace"]
     libc = _libc()
+    if libc.unshare(_CLONE_NEWPID) == 0:
+        return []
+    # Without that right: in a user namespace. Tried in a child first, for one that cannot be mapped is a trap.
+    probe = os.fork()
+    if probe == 0:
+        os._exit(bool(_user_namespace(libc)))
+    if os.waitpid(probe, 0)[1] != 0:
+        return ["PID namespace"]
+    return [] if not _user_namespace(libc) else ["PID namespace"]
+
+
+def _user_namespace(libc: ctypes.CDLL) -> str:
+    """Enter a user namespace, its next child a PID namespace; returns what went wrong."""
+    uid, gid = os.geteuid(), os.getegid()
     try:
-        if os.geteuid() != 0:
-            uid, gid = os.geteuid(), os.getegid()
-            _check(libc.unshare(_CLONE_NEWUSER), "user namespace")
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-            Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
-        _check(libc.unshare(_CLONE_NEWPID), "PID namespace")
+        _check(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWPID), "user namespace")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
     except OSError as error:
-        return [f"PID namespace ({error.strerror})"]
-    return []
+        return str(error)
+    return ""
 
 
 def enter(policy: Policy, namespaced: bool) -> list[str]:
@@ -203,6 +215,24 @@ def _private_root(policy: Policy, namespaced: bool) -> None:
             sources.append((path, flags, os.open(path, os.O_PATH | os.O_CLOEXEC)))
     base = "/tmp"
     mount("tmpfs", base, "tmpfs", _MS["nosuid"] | _MS["nodev"], "size=4m,mode=755")
+    try:
+        _fill_root(policy, base, mount, sources=sources, links=links, namespaced=namespaced)
+    except OSError:
+        libc.umount2(base.encode(), 2)
+        raise
+    os.chdir(base)
+    number = 155 if platform.machine() == "x86_64" else 41
+    _check(libc.syscall(number, b".", b"old"), "pivot_root")
+    os.chdir("/")
+    _check(libc.umount2(b"/old", 2), "umount")
+    os.chdir("/tmp")
+
+
+def _fill_root(
+    policy: Policy, base: str, mount: Callable[..., None], *, sources: list[tuple[str, int, int]],
+    links: list[tuple[str, str]], namespaced: bool,
+) -> None:  # fmt: skip
+    """Put what the policy names into a new root folder at `base`."""
     for path, target in links:
         os.symlink(target, base + path)
     for path in ("/tmp", "/proc", "/dev/shm", "/old"):
@@ -225,12 +255,6 @@ def _private_root(policy: Policy, namespaced: bool) -> None:
     if namespaced:
         mount("proc", base + "/proc", "proc", _MS["nosuid"] | _MS["nodev"] | 8)
     mount("none", base, None, _MS["bind"] | _MS["remount"] | _MS["ro"] | _MS["nosuid"])
-    os.chdir(base)
-    number = 155 if platform.machine() == "x86_64" else 41
-    _check(libc.syscall(number, b".", b"old"), "pivot_root")
-    os.chdir("/")
-    _check(libc.umount2(b"/old", 2), "umount")
-    os.chdir("/tmp")
 
 
 def _landlock(policy: Policy, rooted: bool) -> None:
@@ -432,9 +456,10 @@ def main() -> int:
             group.add(os.getpid())
         if policy.level != "none":
             os.setsid()
-        enter(policy, not failed)
+        bare = any(name.startswith(("namespaces", "private root")) for name in enter(policy, not failed))
+        scratch = policy.write[0] if policy.write and (bare or policy.level != "full") else "/tmp"
         try:
-            os.execvpe(argv[0], argv, {"PATH": os.defpath, "HOME": "/tmp", "TMPDIR": "/tmp", "LC_ALL": "C"})
+            os.execvpe(argv[0], argv, {"PATH": os.defpath, "HOME": scratch, "TMPDIR": scratch, "LC_ALL": "C"})
         except OSError as error:
             sys.stderr.write(f"{argv[0]}: {error.strerror}\n")
             os._exit(127)
