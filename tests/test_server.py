@@ -44,25 +44,63 @@ def gone(pid: int, patience_s: float = 60) -> bool:
     return False
 
 
+def serve(root: Path) -> subprocess.Popen[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "PREFECT_API_URL"} | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows", "serve"], cwd=root, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("Prefect UI  http://127.0.0.1:")
+    return process
+
+
 def test_users_share_one_server_that_ends_with_the_last_however_it_dies(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path).create()
     one, first = user(tmp_path)
     two, second = user(tmp_path)
+    three = None
     try:
         assert first == second  # the same server
         assert server.healthy(first[0])
-        assert server.find(workspace) is not None
+        three = serve(tmp_path)
+        found = server.find(workspace)
+        assert found is not None
+        assert (found.api_url, str(found.pid)) == (first[0], first[1])
         one.kill()
         one.wait()
-        assert server.healthy(first[0])  # the other still uses it
-        two.send_signal(signal.SIGKILL)
+        three.send_signal(signal.SIGINT)
+        out, err = three.communicate(timeout=60)
+        assert (three.returncode, err) == (0, "")
+        assert "stopped" in out
+        assert server.healthy(first[0])  # one user is left
+        two.kill()
         two.wait()
         assert gone(int(first[1]))
         assert gone(int(first[2]))
     finally:
-        for process in (one, two):
-            process.kill()
-            process.wait()
+        for process in (one, two, three):
+            if process is not None:
+                process.kill()
+                process.wait()
+    assert server.find(workspace) is None
+
+    # The same workspace again; this time the keeper dies, and the server with it.
+    four = serve(tmp_path)
+    try:
+        again = server.find(workspace)
+        assert again is not None
+        assert again.keeper is not None
+        assert again.pid != found.pid
+        os.kill(again.keeper, signal.SIGKILL)
+        assert gone(again.pid or 0)
+        _, err = four.communicate(timeout=30)  # `serve` does not wait for a server that is no more
+        assert four.returncode == 1
+        assert "ended by itself" in err
+        assert "Traceback" not in err
+    finally:
+        four.kill()
+        four.wait()
     assert server.find(workspace) is None
 
 
