@@ -49,7 +49,8 @@ SeedOption = Annotated[int | None, typer.Option(min=0, help="Seed of the run; dr
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a background job was started with SIGINT ignored
+        signal.signal(number, _interrupt)
     try:
         returned = app(prog_name="roofloop", standalone_mode=False)  # the code of a `typer.Exit`, not raised then
         code = returned if isinstance(returned, int) else 0
@@ -163,7 +164,7 @@ def serve(workspace: WorkspaceOption = UNSET) -> None:
         raise RunFailed(str(error)) from error
     if not stopped:
         raise RunFailed(f"the Prefect server ended by itself; its log is {running.log}")
-    print("stopped (it goes on for as long as another command uses it)")
+    print("stopped; where another command uses the server, it ends with that one")
 
 
 app.command()(cli_judge.judge)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tasks.workspace import Workspace
 
 HERE = Path()
+UNBOUNDED = 1e6
+"""An interval of a speed-up that reaches this far says nothing: there were too few rounds."""
 _LOGS: contextvars.ContextVar[Path | None] = contextvars.ContextVar("logs", default=None)
 """Folder of logs of the workspace that this command opened; a contextvar, so that a failure before that has none."""
 

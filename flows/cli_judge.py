@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from flows.cli_common import UNSET, JsonOption, WorkspaceOption, open_workspace, print_json, quiet, words
+from flows.cli_common import UNBOUNDED, UNSET, JsonOption, WorkspaceOption, open_workspace, print_json, quiet, words
 from kernels.errors import InputError
 
 if TYPE_CHECKING:
     from kernels.ruler.floor import Ceilings
     from kernels.ruler.spec import Candidate, Problem
     from tasks.workspace import Workspace
-
-UNBOUNDED = 1e6
-"""An interval that reaches this far says nothing (too few rounds)."""
 
 
 def judge(  # noqa: PLR0917

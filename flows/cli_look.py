@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flows.cli_common import (
+    UNBOUNDED,
     UNSET,
     JsonOption,
     RunArgument,
@@ -209,7 +210,18 @@ def kb_outcomes(
     """What campaigns came to, newest first."""
     from kb import queries
 
-    show(queries.outcomes(_store(workspace), run_id=run or None, limit=limit), as_json, empty="No outcomes yet.")
+    rows = queries.outcomes(_store(workspace), run_id=run or None, limit=limit)
+    show(rows if as_json else [_outcome(row) for row in rows], as_json, empty="No outcomes yet.")
+
+
+def _outcome(row: Mapping[str, Any]) -> dict[str, Any]:
+    bounded = row["speedup"] is not None and row["high"] < UNBOUNDED
+    speed = f"{row['speedup']:.2f}× [{row['low']:.2f}, {row['high']:.2f}]" if bounded else ""
+    return {
+        "campaign": row["campaign_id"], "problem": row["problem_name"], "lever": row["lever"],
+        "conclusion": row["conclusion"], "speed-up": speed, "end to end": row["decision"], "tries": row["attempts"],
+        "seconds": row["seconds"], "reason": row["reason"],
+    }  # fmt: skip
 
 
 @kb_app.command("lessons")

@@ -258,7 +258,8 @@ def test_numbers_that_json_lacks_are_null() -> None:
 
 def test_a_reader_that_goes_away_is_no_fault(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*ROOFLOOP, "target", "show"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [*ROOFLOOP, "target", "show", "h200"], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None

@@ -49,6 +49,7 @@ def serve(root: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "flows", "serve"], cwd=root, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # noqa: PLW1509 - as in a background job
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline().startswith("Prefect UI  http://127.0.0.1:")
