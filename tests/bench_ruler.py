@@ -5,6 +5,7 @@ verdicts in a row), bugs (planted ones, and what the classic check finds of them
 """
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import math
@@ -24,6 +25,7 @@ from test_ruler import FAST_SILU, SMALL, alive, leftovers, rulers_children  # no
 from test_ruler_adversarial import EVIDENCE, FOLDER, GAIN, MANIFEST  # noqa: E402
 from test_ruler_mutations import BUGS, planted, verdict_of  # noqa: E402
 
+from kernels.ruler import build as building  # noqa: E402
 from kernels.ruler import judge as judging  # noqa: E402
 from kernels.ruler.spec import Candidate  # noqa: E402
 
@@ -74,16 +76,27 @@ def same(n, **options):
     }  # fmt: skip
 
 
+def plainly(problem, source):
+    """Least seconds of one call, in this process and by its own clock: the truth to compare with."""
+    library = ctypes.CDLL(str(building.build(Candidate("cpp", source, "run_silu_mul"), problem, BUILDS).path))
+    size = math.prod(problem.visible[0].values())
+    x, y, o = (np.random.randn(size).astype(np.float32) for _ in range(3))
+    given = [ctypes.c_void_p(v.ctypes.data) for v in (x, y, o)]
+    times = []
+    for _ in range(300):
+        began = time.perf_counter()
+        library.run_silu_mul(*given, ctypes.c_int64(size))
+        times.append(time.perf_counter() - began)
+    return float(np.quantile(times, 0.1))
+
+
 def faster(n):
     """A baseline with a calibrated delay that makes the candidate truly 5 % faster."""
     problem = SMALL["silu_mul"]
     found, covered, resolved, estimates = 0, 0, 0, []
     turns = 1_000_000
     slow = Candidate("cpp", DELAY.replace("TURNS", str(int(turns * 1.05))), "run_silu_mul")
-    # What the delay is against all of the kernel: the truth to compare with.
-    bare = run(problem, FAST_SILU, language="cpp", baseline=slow, mode="confirm", budget_s=3.0)
-    share = 1 - bare.medians["candidate_s"] / bare.medians["baseline_s"]
-    truth = 1 / (1 - share * 0.05 / 1.05)
+    truth = plainly(problem, slow.source) / plainly(problem, DELAY.replace("TURNS", str(turns)))
     for _ in range(n):
         verdict = run(
             problem, DELAY.replace("TURNS", str(turns)), language="cpp", baseline=slow, mode="confirm", budget_s=3.0

@@ -80,9 +80,12 @@ def naive(entry, where, wait_s):
     (where / "reference.py").write_text("def reference(op, *inputs):\n    return inputs[0]\n")
     command = [sys.executable, str(Path(__file__).with_name("naive_harness.py")), str(FOLDER / entry["file"])]
     environment = {**os.environ, "PYTHONPATH": str(where), "CHEATS_EVIDENCE": str(EVIDENCE)}
-    return subprocess.run(
-        command, cwd=where, env=environment, capture_output=True, timeout=wait_s, check=False, start_new_session=True
-    )
+    # To files: what a candidate leaves running would hold a pipe open.
+    with (where / "out").open("w") as out, (where / "err").open("w") as err:
+        subprocess.run(
+            command, cwd=where, env=environment, stdout=out, stderr=err, timeout=wait_s, check=False,
+            start_new_session=True,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -113,18 +116,18 @@ def test_effects_are_real_without_the_ruler(entry, tmp_path):
         with pytest.raises(subprocess.TimeoutExpired):
             naive(entry, tmp_path, 12)
         return
-    done = naive(entry, tmp_path, 120)
+    naive(entry, tmp_path, 120)
     if entry["name"] == "exfil/abstract_socket_bank":
         naive(entry, tmp_path, 60)
     if entry["name"] == "denial/stdout_flood":
-        assert len(done.stdout) > 20 << 20
+        assert (tmp_path / "out").stat().st_size > 20 << 20
     elif entry["name"] == "tamper/poison_pyc":
         assert list(tmp_path.glob("__pycache__/reference*.pyc"))
     elif entry["name"] not in NO_MARKER:
         end = time.monotonic() + 20
         while not list(EVIDENCE.iterdir()) and time.monotonic() < end:
             time.sleep(0.2)
-        assert list(EVIDENCE.iterdir()), done.stderr.decode()[-500:]
+        assert list(EVIDENCE.iterdir()), (tmp_path / "err").read_text()[-500:]
 
 
 def test_the_set_in_the_repository_is_complete():

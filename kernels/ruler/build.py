@@ -23,6 +23,7 @@ FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-lto", 
 # Linked in a second step without -fopenmp, which would add libgomp. The process that loads the library already has one
 # (torch's, loaded globally), which then serves GOMP_*: two thread pools in one process slow each other to a crawl.
 LINK_FLAGS = ("-shared", "-Wl,--build-id=none", "-Wl,-s")
+RUN_COMMAND = 3  # `worker.RUN`
 COMPILE_S, COMPILE_BYTES, LIBRARY_BYTES = 60.0, 3 << 30, 64 << 20
 
 
@@ -138,7 +139,11 @@ def compile_library(source: str, entries: list[str], builds: Path, *, trusted: b
 
 
 def loop_source(problem: Problem, prepares: bool) -> str:
-    """C++ that calls a candidate on several slots in a row."""
+    """C++ that answers a worker's RUN commands for a native function without a return to Python.
+
+    The interpreter costs more than a short kernel, above all when the ruler has just had the caches. `noop` has the
+    candidate's signature: its runs measure what the ruler itself costs.
+    """
     types, calls, pointers, numbers = [], [], 0, 0
     packed = not prepares
     for tensor in problem.inputs:
@@ -159,9 +164,28 @@ def loop_source(problem: Problem, prepares: bool) -> str:
         types.append("int64_t")
         calls.append(f"a[{position}]")
     signature = ", ".join(types)
-    return f"""#include <cstdint>
-extern "C" void loop(void (*f)({signature}), void** p, int64_t n, const double* s, const int64_t* a) {{
-  for (int64_t i = 0; i < n; ++i, p += {pointers}) f({", ".join(calls)});
+    return f"""#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <unistd.h>
+extern "C" void noop({signature}) {{}}
+extern "C" void serve(int go, int reply, unsigned char* head, void (*f)({signature}), void** table, const double* s,
+                      const int64_t* a) {{
+  for (;;) {{
+    for (int64_t have = 0; have < 8;) {{
+      ssize_t got = read(go, head + have, 8 - have);
+      if (got == 0 || (got < 0 && errno != EINTR)) _exit(0);
+      have += got > 0 ? got : 0;
+    }}
+    uint16_t first;
+    uint32_t count;
+    memcpy(&first, head + 2, 2);
+    memcpy(&count, head + 4, 4);
+    if (head[0] != {RUN_COMMAND} || head[1] != 0) return;
+    void** p = table + first * int64_t({pointers});
+    for (uint32_t i = 0; i < count; ++i, p += {pointers}) f({", ".join(calls)});
+    if (write(reply, "K", 1) != 1) _exit(0);
+  }}
 }}
 """
 

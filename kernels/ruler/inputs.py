@@ -232,14 +232,16 @@ def fill(problem: Problem, plan: Layout, memory: Memory, rng: np.random.Generato
 
     A special regime is applied to one tensor (the `target`-th that is not of integers, else a drawn one) and, half
     the time, to all (denormals and non-finite values to one only: with denormals the others are large). With
-    `twists`, a third of the slots repeat the previous call at their address, or the previous slot, with one element
-    changed or with every row rotated: what remembers by address, by samples or by sums is then wrong.
+    `twists`, a third of the slots (of many: some dozens) repeat the previous call at their address, or the previous
+    slot, with one element changed or with every row rotated: what remembers by address, by samples or by sums is
+    then wrong.
     """
     floats = [i for i, t in enumerate(problem.inputs) if t.shape is not None and "float" in t.dtype]
     chosen = {int(rng.choice(floats)) if target is None else floats[target % len(floats)]} if floats else set()
     if regime not in ("denormal", "nonfinite") and rng.random() < 0.5:
         chosen = set(floats)
-    kinds = rng.integers(0, 2 if plan.slots == 1 else 12, plan.slots) if twists else np.full(plan.slots, 11)
+    most = 2 if plan.slots == 1 else max(12, plan.slots // 16)
+    kinds = rng.integers(0, most, plan.slots) if twists else np.full(plan.slots, 11)
     single = int(rng.choice(floats)) if floats else -1
     turn = int(rng.integers(1, 1 << 30))
     views: Views = []

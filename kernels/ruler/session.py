@@ -26,7 +26,7 @@ from kernels.ruler.timing import CACHE_BYTES, MOST_OVERHEAD, Timed, flush
 
 EAGER, VENDOR, COMPILED, NULL = 0, 1, 2, 8
 NAMES = {EAGER: "eager", VENDOR: "vendor", COMPILED: "compile"}
-ARENA_BYTES, MOST_SLOTS, PACK_FACTOR = 48 << 20, 1024, 8
+ARENA_BYTES, MOST_SLOTS, PACK_FACTOR = 48 << 20, 4096, 8
 LOAD_S, FIRST_S, CALL_S, COMPILE_S = 60.0, 10.0, 5.0, 120.0
 ROUNDS = {"screen": (6, 24), "confirm": (4, 24)}
 SESSIONS = {"screen": 1, "confirm": 3}
@@ -59,6 +59,7 @@ class Session:
     def __init__(self, terms: Terms, template: handle.Template) -> None:
         self.terms, self.problem = terms, terms.problem
         self.reference = compare.load_reference(terms.problem.reference)
+        self.batched = True
         self.draws = 0
         self.cases: dict[str, Any] = {
             "visible": 0, "visible_failed": 0, "hidden": 0, "hidden_failed": 0, "timed_calls": 0, "worst": 0.0,
@@ -94,8 +95,8 @@ class Session:
         self.loops: dict[bool, Path] = {}
         for what in (terms.candidate, terms.baseline):
             if what is not None and what.language == "cpp":
-                source = building.loop_source(self.problem, what.prepares)
-                self.loops[what.prepares] = building.compile_library(source, ["loop"], terms.builds, trusted=True).path
+                source, names = building.loop_source(self.problem, what.prepares), ["serve", "noop"]
+                self.loops[what.prepares] = building.compile_library(source, names, terms.builds, trusted=True).path
         own = terms.baseline
         self.beside = None if own is None else building.build(own, self.problem, terms.builds)
         files = [terms.built.path, *self.loops.values(), *([self.beside.path] if self.beside else [])]
@@ -123,6 +124,13 @@ class Session:
         self.base = self._worker(trusted, extra)
         self.cand = self._worker(self.policy, {"TRITON_INTERPRET": "1"} if interpreted else {})
         self.twin = self._worker(trusted, extra) if terms.confirm else None
+        self.sides = list(self.workers)
+        self.idle: handle.Worker | None = None
+        if self.loops:  # runs that call nothing, to know what the ruler itself costs
+            self.idle = self._worker(self.policy, {})
+            shim = next(iter(self.loops.values()))
+            body = {"which": 0, "language": "cpp", "path": "", "entry": "noop", "prepares": False, "shim": str(shim)}
+            self.idle.send(worker.LOAD, body, LOAD_S)
         level = sandbox.level_reached(self.policy, self.cand.lacking)
         self.confinement = {"level": level, "lacking": self.cand.lacking, "inputs_sealed": self.memory.sealed}
         wanted = terms.confinement
@@ -190,10 +198,11 @@ class Session:
         most = min(MOST_SLOTS, ARENA_BYTES // max(total - constant, 1))
         return max(2, min(most, self.sets) if self.sets > 1 else most)
 
-    def _configure(self, plan: inputs.Layout, scalars: list[Any], *, all_sides: bool) -> None:
+    def _configure(self, plan: inputs.Layout, scalars: list[Any], others: int = 0) -> None:
+        """Lay out a shape for the candidate and, for `others` slots, for the other workers."""
         body = handle.configuration(self.problem, plan, scalars)
-        for side in self.workers if all_sides else (self.cand,):
-            side.send(worker.CONFIGURE, body, CALL_S)
+        for side in self.workers if others else (self.cand,):
+            side.send(worker.CONFIGURE, body if side is self.cand else {**body, "slots": others}, CALL_S)
 
     def _prepare(self, plan: inputs.Layout, scalars: list[Any], *, all_sides: bool) -> None:
         """Let both sides pack the constants that now lie in memory: untimed, recorded."""
@@ -262,7 +271,7 @@ class Session:
         scalars = inputs.scalars(self.problem, self._rng() if self.hidden_seen else None)
         plan = self._plan(shape, 1, shift=shift, padded=padded)
         try:
-            self._configure(plan, scalars, all_sides=False)
+            self._configure(plan, scalars)
             for turn in range(rounds):
                 views = self._fill(plan, regime=regime, target=target, constants=turn == 0, twists=turn > 0)
                 if turn == 0:
@@ -330,20 +339,37 @@ class Session:
                 self._wrong({**where, **error})
             for i, what in enumerate(expected):
                 if what.truth.is_floating_point() and what.truth.numel():
-                    scales[i] = max(scales[i], float((what.budget / _size(what.truth)).max()))
-        got = [inputs.batch_view(self.cand.outputs, place, plan.slots) for place in plan.outputs]
-        for slot in set(range(plan.slots)) - sample:
-            arguments = self._arguments(plan, views, scalars, slot)
-            with torch.no_grad():
-                near = compare.outputs_of(self.reference(*[_widened(argument) for argument in arguments]))
-            fits = [
-                bool(((_widened(out[slot]) - like).abs() <= 4 * scale * _size(like)).all())
-                for out, like, scale in zip(got, near, scales, strict=True)
-            ]
-            if not all(fits):
-                error, _, _ = self._check_slot(plan, arguments, slot)
-                if error is not None:
-                    self._wrong({**where, **error})
+                    scales[i] = max(
+                        scales[i], float((what.budget / _size(what.truth, rows=what.truth.dim() > 0)).max())
+                    )
+        doubtful = torch.zeros(plan.slots, dtype=torch.bool)
+        for place, scale, near in zip(plan.outputs, scales, self._nearly(plan, views, scalars), strict=True):
+            got = _widened(inputs.batch_view(self.cand.outputs, place, plan.slots))
+            fits = (got - near).abs() <= 4 * scale * _size(near, rows=len(place.shape) > 0)
+            doubtful |= ~fits.reshape(plan.slots, -1).all(1)
+        for slot in set(doubtful.nonzero().flatten().tolist()) - sample:
+            error, _, _ = self._check_slot(plan, self._arguments(plan, views, scalars, slot), slot)
+            if error is not None:
+                self._wrong({**where, **error})
+
+    def _nearly(self, plan: inputs.Layout, views: inputs.Views, scalars: list[Any]) -> list[torch.Tensor]:
+        """The reference in float32 (or wider) on all slots: each output as [slots, *shape]."""
+        with torch.no_grad():
+            if plan.sets == 1 and self.batched and plan.slots > 1:
+                given = [
+                    scalar if view is None else _widened(view[0] if tensor.constant else view)
+                    for tensor, view, scalar in zip(self.problem.inputs, views, scalars, strict=True)
+                ]
+                dims = tuple(None if t.shape is None or t.constant else 0 for t in self.problem.inputs)
+                try:
+                    return compare.outputs_of(torch.vmap(self.reference, in_dims=dims)(*given))
+                except Exception:  # whatever a reference does that cannot be batched
+                    self.batched = False
+            every = []
+            for slot in range(plan.slots):
+                arguments = self._arguments(plan, views, scalars, slot)
+                every.append(compare.outputs_of(self.reference(*[_widened(a) for a in arguments])))
+            return [torch.stack(one) for one in zip(*every, strict=True)]
 
     # --- timing ----------------------------------------------------------------------------------------------------
 
@@ -355,16 +381,15 @@ class Session:
         end = time.monotonic() + budget_s
         scalars = inputs.scalars(self.problem, None)
         if timed is None:
-            timed = self._choose(shape, scalars, min(self._most_slots(shape), 32))
-        slots = timed.slots
-        plan = self._plan(shape, slots)
-        self._configure(plan, scalars, all_sides=True)
+            timed = self._choose(shape, scalars, min(self._most_slots(shape), 16))
+        plan = self._plan(shape, timed.slots)
+        self._configure(plan, scalars, timed.baseline_slots)
         self._fill(plan)
         self._prepare(plan, scalars, all_sides=True)
+        limit = CALL_S + 100 * timed.expected_s * timed.slots
         for _ in range(2):  # the same history on all sides: every slot, twice
-            for side in self.workers:
-                side.run(0 if side is self.cand else timed.which, 0, slots, FIRST_S + CALL_S * slots)
-        limit = CALL_S + 100 * timed.expected_s * slots
+            for side in self.sides:
+                side.run(*self._call(side, timed), FIRST_S + limit)
         least, greatest = ROUNDS["confirm" if self.terms.confirm else "screen"]
         gc.disable()
         try:
@@ -380,31 +405,49 @@ class Session:
             gc.enable()
         return timed
 
-    def _choose(self, shape: dict[str, int], scalars: list[Any], most: int) -> Timed:
-        """Choose the fastest baseline, and so many calls a handshake that it costs little."""
-        plan = self._plan(shape, most)
-        self._configure(plan, scalars, all_sides=True)
+    def _choose(self, shape: dict[str, int], scalars: list[Any], probe: int) -> Timed:
+        """Choose the fastest baseline, and so many calls a handshake that it costs little.
+
+        Both by `probe` calls; where those are over too soon to tell, by sixteen times as many.
+        """
+        plan = self._plan(shape, probe)
+        self._configure(plan, scalars, probe)
         self._fill(plan)
         self._prepare(plan, scalars, all_sides=True)
-        probe = min(most, 8)
+        native = self.terms.candidate.language == "cpp"
+        slow, fast = (
+            float(np.median([self._cost(plan, kind, 0) for _ in range(5)]))
+            for kind in (self._native_baseline(), native)
+        )
         quick = {}
         for which in list(self.baselines):
             try:
-                self.base.run(which, 0, most, COMPILE_S if which == COMPILED else FIRST_S + CALL_S)
-                quick[which] = min(self.base.run(which, 0, probe, CALL_S) for _ in range(5)) / probe
+                self.base.run(which, 0, probe, COMPILE_S if which == COMPILED else FIRST_S + CALL_S)
+                quick[which] = min(self.base.run(which, 0, probe, CALL_S) for _ in range(3)) - slow
             except handle.WorkerFailed as error:
                 if which != COMPILED:
                     raise
                 self.notes["compile"] = f"torch.compile failed: {error.reason} {self.base.said()[-200:]}"
                 del self.baselines[which]
         which = min(quick, key=quick.__getitem__)
-        self.notes |= {f"{self.baselines[w]}, {shape}": f"{seconds:.3g} s" for w, seconds in quick.items()}
-        handshake = float(np.median([self.base.run(NULL, 0, 0, CALL_S) for _ in range(9)]))
-        self.cand.run(0, 0, most, FIRST_S + CALL_S)
-        ours = min(self.cand.run(0, 0, probe, CALL_S) for _ in range(5)) / probe
-        honest = max(min(ours, quick[which]) - handshake / probe, 1e-8)
-        slots = int(min(self._most_slots(shape), max(1, math.ceil(1.6 * handshake / (honest * MOST_OVERHEAD)))))
-        return Timed(shape, slots, which, self.baselines[which], quick[which], len(self.workers))
+        self.cand.run(0, 0, probe, FIRST_S + CALL_S)
+        ours = min(self.cand.run(0, 0, probe, CALL_S) for _ in range(3)) - fast
+        most = self._most_slots(shape)
+        if probe < most and min(ours / fast, quick[which] / slow) < 2:
+            return self._choose(shape, scalars, min(16 * probe, most))
+        self.notes |= {f"{self.baselines[w]}, {shape}": f"{seconds / probe:.3g} s" for w, seconds in quick.items()}
+        slots, baseline_slots = (
+            int(min(most, max(1, math.ceil(2 * probe * cost / max(spent, 1e-8) / MOST_OVERHEAD))))
+            for cost, spent in ((fast, ours), (slow, quick[which]))
+        )
+        return Timed(
+            shape, max(slots, baseline_slots), baseline_slots, which, self.baselines[which],
+            max(quick[which], 1e-6) / probe, len(self.sides),
+        )  # fmt: skip
+
+    def _call(self, side: handle.Worker, timed: Timed) -> tuple[int, int, int]:
+        """Function, first slot and number of calls of a run of one side."""
+        return (0, 0, timed.slots) if side is self.cand else (timed.which, 0, timed.baseline_slots)
 
     def _narrow(self, timed: Timed) -> bool:
         """Stopping looks at the interval's width only, never at where it lies."""
@@ -422,10 +465,9 @@ class Session:
             self._prepare(plan, scalars, all_sides=True)
         assert self.memory is not None
         word = 0
-        order = [(side, 0 if side is self.cand else timed.which) for side in self.workers]
-        shift = turn % len(order)
+        shift = turn % len(self.sides)
         times, waited = {}, 0.0
-        for side, which in order[shift:] + order[:shift]:
+        for side in self.sides[shift:] + self.sides[:shift]:
             # The ruler's last touches before each run are the same for all sides, so that the caches are.
             poison = inputs.poison(side.outputs, plan, self._rng())
             word = poison if side is self.cand else word
@@ -433,7 +475,7 @@ class Session:
             if self.terms.cold:
                 flush()
             ran, waiting = side.cpu_s()
-            times[side] = side.run(which, 0, plan.slots, limit)
+            times[side] = side.run(*self._call(side, timed), limit)
             after = side.cpu_s()
             # Its own threads waiting for each other do not count: only time in which none of them had the core.
             idle = times[side] * len(self.policy.cpus or (0,)) - (after[0] - ran)
@@ -441,22 +483,35 @@ class Session:
         timed.add(baseline=times[self.base], candidate=times[self.cand], waited=waited)
         if self.twin is not None:
             timed.add(twin=times[self.twin])
-        timed.add(handshake=self.base.run(NULL, 0, 0, limit))
-        if self.terms.candidate.language == "cpp" and not self._native_baseline():
-            inputs.poison(self.base.outputs, plan, self._rng())
-            timed.add(copy=self.base.run(NULL, 0, plan.slots, limit))
+        native = self.terms.candidate.language == "cpp"
+        timed.add(
+            candidate_cost=self._cost(plan, native, 0), baseline_cost=self._cost(plan, self._native_baseline(), 0)
+        )
+        if native and not self._native_baseline():
+            timed.add(copy=self._cost(plan, False, timed.baseline_slots))
         self._check_batch(plan, views, scalars, word)
+
+    def _cost(self, plan: inputs.Layout, native: bool, calls: int) -> float:
+        """Seconds of a handshake in which nothing is called, with the caches as they are for the others.
+
+        With `calls` of a Python function that hands out ready results: these are then copied as any others.
+        """
+        side, which = (self.idle, 0) if native and self.idle is not None else (self.base, NULL)
+        assert self.memory is not None
+        inputs.poison(side.outputs, plan, self._rng())
+        self.memory.bytes[: plan.input_bytes].max()
+        return side.run(which, 0, calls, CALL_S + CALL_S * calls)
 
     def _native_baseline(self) -> bool:
         return self.terms.baseline is not None and self.terms.baseline.language == "cpp"
 
     def _singly(self, plan: inputs.Layout, scalars: list[Any], timed: Timed, limit: float) -> None:
         """A sample with one input per handshake: what only a batch makes fast shows here."""
-        for slot in self._rng().integers(0, plan.slots, 8):
+        for slot in self._rng().integers(0, timed.baseline_slots, 8):
             views = self._fill(plan, constants=False)
             inputs.poison(self.cand.outputs, plan, self._rng())
-            timed.add(single=self.cand.run(0, int(slot), 1, limit))
-            timed.add(single_baseline=self.base.run(timed.which, int(slot), 1, limit))
+            timed.add(candidate_single=self.cand.run(0, int(slot), 1, limit))
+            timed.add(baseline_single=self.base.run(timed.which, int(slot), 1, limit))
             error, _, _ = self._check_slot(plan, self._arguments(plan, views, scalars, int(slot)), int(slot))
             if error is not None:
                 self._wrong({"shape": timed.shape, "regime": "timed call", **error})
@@ -496,7 +551,7 @@ def _widened(value: Any) -> Any:
     )
 
 
-def _size(values: torch.Tensor) -> torch.Tensor:
-    """Size of each element plus the root mean square of its row."""
+def _size(values: torch.Tensor, *, rows: bool) -> torch.Tensor:
+    """Size of each element, plus the root mean square of its row where there are rows."""
     size = values.abs() if values.is_floating_point() else values.double().abs()
-    return (size + size.square().mean(-1, keepdim=True).sqrt() if size.dim() else size).clamp_min(1e-30)
+    return (size + size.square().mean(-1, keepdim=True).sqrt() if rows else size).clamp_min(1e-30)

@@ -29,6 +29,8 @@ class Timed:
 
     shape: dict[str, int]
     slots: int
+    """Calls of the candidate in one handshake; of the baseline `baseline_slots`, on the first of the same inputs."""
+    baseline_slots: int
     which: int
     """Number of the baseline that was the fastest here."""
     baseline: str
@@ -42,10 +44,9 @@ class Timed:
         for name, value in figures.items():
             self.raw.setdefault(name, []).append(value)
 
-    @property
-    def handshake_s(self) -> float:
-        """Median cost of a handshake that calls nothing."""
-        return float(np.median(self.raw["handshake"]))
+    def cost_s(self, side: str) -> float:
+        """Median cost of a handshake that calls nothing, by the way `baseline` or `candidate` is called."""
+        return float(np.median(self.raw[f"{side}_cost"]))
 
     def rounds(self, *, calm: bool) -> list[int]:
         """First turns of the complete rounds; with `calm` of those in which no side had to wait long for a core."""
@@ -58,10 +59,11 @@ class Timed:
         Where the candidate writes its results in place and the baseline returns tensors, the time to copy those into
         the ruler's memory is taken off the baseline.
         """
-        cost = self.handshake_s
+        cost = self.cost_s("candidate" if side == "candidate" else "baseline")
         if side != "candidate" and "copy" in self.raw:
             cost = float(np.median(self.raw["copy"]))
-        turns = np.maximum(np.asarray(self.raw[side]) - cost, 1e-12) / self.slots
+        calls = self.slots if side == "candidate" else self.baseline_slots
+        turns = np.maximum(np.asarray(self.raw[side]) - cost, 1e-12) / calls
         return [float(np.exp(np.log(turns[i : i + self.sides]).mean())) for i in rounds]
 
 
@@ -80,17 +82,16 @@ def conclude(
     if any(not math.isfinite(t) or t <= 0 for side in ("baseline", "candidate") for t in timed.raw[side]):
         raise WorkerFailed("void", "a time was not positive and finite", "clock")
     interval = stats.speedup(base, cand, alpha)
-    spent = min(np.median(timed.raw["candidate"]), np.median(timed.raw["baseline"]))
-    overhead = float(timed.handshake_s / spent)
+    overhead = max(timed.cost_s(side) / float(np.median(timed.raw[side])) for side in ("baseline", "candidate"))
     third = max(len(base) // 3, 1)
     drift = float(np.median(base[:third]) / np.median(base[-third:]))
-    if len(kept) < max(6, len(every) // 2):
+    if len(kept) < len(every) / 2:
         doubts.append(
             f"the machine was busy: in {len(every) - len(kept)} of {len(every)} rounds a side waited for a core"
         )
     if overhead > MOST_OVERHEAD:
         doubts.append(f"the ruler's own cost is {overhead:.0%} of the time measured")
-    if not 1 / MOST_DRIFT < drift < MOST_DRIFT:
+    if len(base) >= 9 and not 1 / MOST_DRIFT < drift < MOST_DRIFT:
         doubts.append(f"the baseline drifted by a factor of {max(drift, 1 / drift):.2f}")
     if interval.low == 0:
         doubts.append(f"{interval.n} rounds are too few")
@@ -105,11 +106,11 @@ def conclude(
     if ceilings is not None and least is not None and middle < least * (1 - ceilings.margin):
         reason = f"{middle * 1e6:.2f} µs a call is below the floor of {least * 1e6:.2f} µs"
         raise WorkerFailed("void", reason, "physics")
-    if "single" in timed.raw:
+    if "candidate_single" in timed.raw:
         alone, alone_base = (
-            float(np.median(timed.raw[name])) - timed.handshake_s for name in ("single", "single_baseline")
+            float(np.median(timed.raw[f"{side}_single"])) - timed.cost_s(side) for side in ("candidate", "baseline")
         )
-        usual = max(alone_base - float(np.median(base)), 0) + 5 * timed.handshake_s
+        usual = max(alone_base - float(np.median(base)), 0) + 5 * timed.cost_s("candidate")
         if alone - middle > 9 * middle + 3 * usual:
             raise WorkerFailed("void", f"alone a call takes {alone / middle:.0f} times as long", "batch")
     return result, "; ".join(doubts)

@@ -126,7 +126,7 @@ def _worker(request: dict[str, Any], policy: Any, failed: list[str], fds: tuple[
     os.write(reply, OK)
     warnings.simplefilter("ignore")
     while True:
-        head = b""
+        head = side.serve(go, reply)
         while len(head) < HEADER.size:
             part = os.read(go, HEADER.size - len(head))
             if not part:
@@ -172,6 +172,11 @@ class Side:
         self.calls: dict[int, Any] = {}
         self.packed: dict[int, list[Any]] = {}
 
+    def serve(self, go: int, reply: int) -> bytes:
+        """Let a native function answer its runs by itself; returns the next command's head, if it read one."""
+        native = self.calls.get(0, {}).get("native")
+        return native(go, reply) if native is not None else b""
+
     def command(self, kind: int, body: dict[str, Any], log: int) -> None:
         """Load a function, lay out a shape, pack constants, or tell which torch operators a call dispatches."""
         if kind == LOAD:
@@ -198,14 +203,11 @@ class Side:
             _tell(log, " ".join(sorted(names)))
 
     def benchmark_time(self, which: int, first: int, count: int) -> None:
-        """Call function `which` on slots `first … first + count - 1`.
+        """Call Python function `which` on slots `first … first + count - 1`.
 
         Every call goes through here, checked or timed. The name is bait for what looks at its callers' names.
         """
         calls = self.calls[which]
-        if calls["native"] is not None:
-            calls["native"](count, first)
-            return
         function, store = calls["function"], calls["store"]
         for arguments, outputs in calls["slots"][first : first + count]:
             store(function(*arguments), outputs)
@@ -240,16 +242,16 @@ class Side:
                     elif inputs[i] is not None:
                         table.append(self._address(self.inputs, inputs[i], slot % sets if constant[i] else slot))
                 table += [self._address(self.outputs, place, slot) for place in outputs]
-            width = len(table) // body["slots"]
             pointers = (ctypes.c_void_p * len(table))(*table)
             numbers = (ctypes.c_double * 16)(*[s for i in left if (s := scalars[i]) is not None])
             axes = (ctypes.c_int64 * 16)(*body["axes"])
-            loop, address = function["loop"], function["address"]
+            head = ctypes.create_string_buffer(HEADER.size)
 
-            def native(count: int, first: int) -> None:
-                loop(address, ctypes.byref(pointers, first * width * 8), count, numbers, axes)
+            def native(go: int, reply: int) -> bytes:
+                function["serve"](go, reply, head, function["address"], pointers, numbers, axes)
+                return head.raw
 
-            return {"native": native, "keep": (pointers, numbers, axes, packed)}
+            return {"native": native, "keep": packed}
         slots = []
         for slot in range(body["slots"]):
             arguments = []
@@ -297,11 +299,10 @@ def _load(body: dict[str, Any]) -> dict[str, Any]:
     """Load one function: a shared library with its loop, Python source, or one of the ruler's own."""
     if body["language"] == "cpp":
         shim = ctypes.CDLL(body["shim"])
-        shim.loop.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
-        shim.loop.restype = None
+        shim.serve.restype = None
         library = ctypes.CDLL(body["path"]) if body["path"] else shim
         found: dict[str, Any] = {
-            "native": True, "prepares": body["prepares"], "loop": shim.loop, "keep": (shim, library),
+            "native": True, "prepares": body["prepares"], "serve": shim.serve, "keep": (shim, library),
             "address": ctypes.cast(getattr(library, body["entry"]), ctypes.c_void_p),
         }  # fmt: skip
         if body["prepares"]:
