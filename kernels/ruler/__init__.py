@@ -26,6 +26,6 @@ Does not promise
 
 Workers are not exec'ed one by one: a template process is, imports torch, runs nothing else, and forks them.
 
-Reading order: `spec`, `judge`, `session`, `inputs`, `compare`, `stats`, `floor`, `verdict`; then `handle`, `worker`,
-`sandbox`, `build`; then `pretest`, `provenance`, `canaries`, `suite`, `lease`.
+Reading order: `spec`, `judge`, `session`, `inputs`, `compare`, `timing`, `stats`, `floor`, `verdict`; then `workers`,
+`handle`, `worker`, `sandbox`, `cgroup`, `build`; then `pretest`, `provenance`, `canaries`, `suite`, `lease`.
 """

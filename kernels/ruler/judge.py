@@ -196,7 +196,8 @@ def judge_here(
     """`judge`, in the ruler's own process."""
     from kernels.ruler import build as building
     from kernels.ruler import handle, pretest
-    from kernels.ruler.session import Session, Terms
+    from kernels.ruler.session import Session
+    from kernels.ruler.workers import Terms
 
     began = time.monotonic()
     frame: dict[str, Any] = {
