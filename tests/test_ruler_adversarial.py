@@ -16,6 +16,7 @@ import torch
 from ruler_problems import candidate
 
 from kernels.ruler.judge import judge
+from kernels.ruler.lease import device_lease, host_leases
 
 FOLDER = Path(__file__).resolve().parent / "adversarial"
 MANIFEST = json.loads((FOLDER / "manifest.json").read_text())
@@ -45,12 +46,13 @@ def builds(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def evidence():
-    EVIDENCE.mkdir(parents=True, exist_ok=True)
-    CANARY.write_text("canary\n")
-    for old in EVIDENCE.iterdir():
-        old.unlink()
-    yield EVIDENCE
-    shutil.rmtree(EVIDENCE.parent, ignore_errors=True)
+    with device_lease(host_leases(), "cheats-evidence"):  # candidates know one folder: two test runs take turns
+        EVIDENCE.mkdir(parents=True, exist_ok=True)
+        CANARY.write_text("canary\n")
+        for old in EVIDENCE.iterdir():
+            old.unlink()
+        yield EVIDENCE
+        shutil.rmtree(EVIDENCE.parent, ignore_errors=True)
 
 
 def decide(entry, builds, budget_s=0.6):
