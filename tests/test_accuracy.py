@@ -14,22 +14,19 @@ from profiles.accuracy import Distance, RequestScore, Sample, Witness
 from profiles.engines.base import EngineFailure, OverlayCount
 from profiles.reference import Reference
 from profiles.workload import AccuracyGate
-from tests.scripted_engine import VOCABULARY, make_model
+from tests.scripted_engine import VOCABULARY
 
 GATE = AccuracyGate()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    return folder, make_model(folder)
+@pytest.fixture
+def model(scripted_model):
+    return scripted_model
 
 
-@pytest.fixture(scope="module")
-def reference(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("children")
-    with Reference(model[0], children=folder, log=folder / "reference.log", threads=1) as running:
-        yield running
+@pytest.fixture
+def reference(scripted_reference):
+    return scripted_reference
 
 
 def test_scores_are_those_of_the_model(reference, model):

@@ -15,7 +15,7 @@ from profiles.reference import Reference
 from profiles.stats import interval_of_logs
 from profiles.workload import Gates, ModelSpec, TrafficSpec, Workload
 from tasks import evaluate, promote
-from tests.scripted_engine import VOCABULARY, ScriptedEngine, make_model
+from tests.scripted_engine import VOCABULARY, ScriptedEngine
 
 TRAFFIC = TrafficSpec(concurrency=4, requests=4, input_tokens=12, output_tokens=24)
 WORKLOAD = Workload(name="scripted", model=ModelSpec(source="random-llama"), traffic=TRAFFIC)
@@ -37,18 +37,14 @@ class Source:
         return self._draw(np.random.default_rng(99), [length] * n)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    make_model(folder)
-    return folder
+@pytest.fixture
+def model(scripted_model):
+    return scripted_model[0]
 
 
-@pytest.fixture(scope="module")
-def reference(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reference")
-    with Reference(model, children=folder, log=folder / "log", threads=1) as running:
-        yield running
+@pytest.fixture
+def reference(scripted_reference):
+    return scripted_reference
 
 
 @pytest.fixture
