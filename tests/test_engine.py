@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 
 from kernels.errors import InputError
 from profiles.engines import child, knob_specs, open_engine
-from profiles.engines.base import Engine, EngineFailure, GenerateRequest, Settings, Stack
+from profiles.engines.base import Engine, EngineFailure, GenerateRequest, Resolved, Settings, Stack
 from profiles.workload import ModelSpec, TrafficSpec, Workload
 
 PROMPT = [(31 * i) % 2000 + 40 for i in range(16)]
@@ -68,17 +70,32 @@ def expected(tiny_model: Path) -> dict[tuple[int, ...], list[int]]:
     return out
 
 
+@pytest.fixture(scope="module")
+def stock(
+    tiny_workload: Workload, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Resolved]]:
+    """One engine at its defaults, on one thread, with what it resolved. No test may break it."""
+    with make(tiny_workload, tiny_model, tmp_path_factory.mktemp("stock")) as engine:
+        yield engine, engine.start()
+
+
 @pytest.mark.parametrize(
     "knobs",
     [{}, {"cache": "static"}, {"scheduler": "continuous"}, {"replicas": 2, "attention": "eager"}],
     ids=["static", "static-cache", "continuous", "replicas"],
 )
-def test_uneven_batches_give_the_tokens_of_generate(tiny_workload, tiny_model, tmp_path, expected, knobs) -> None:
+def test_uneven_batches_give_the_tokens_of_generate(
+    tiny_workload, tiny_model, tmp_path, expected, stock, knobs
+) -> None:
     if knobs.get("replicas", 1) > len(os.sched_getaffinity(0)):
         pytest.skip("needs two cores")
-    with make(tiny_workload, tiny_model, tmp_path, **knobs) as engine:
-        resolved = engine.start()
+    with make(tiny_workload, tiny_model, tmp_path, **knobs) if knobs else nullcontext(stock[0]) as engine:
+        resolved = engine.start() if knobs else stock[1]
+        assert (resolved.hash == stock[1].hash) == (not knobs)
         assert resolved.config["threads"] == 1
+        assert resolved.config["attention"] == knobs.get("attention", "sdpa")
+        if "scheduler" not in knobs:
+            assert resolved.config["cache"] == ("StaticCache" if "cache" in knobs else "DynamicCache")
         assert resolved.config["dtype"] == "float32"
         assert resolved.config["replicas"] == knobs.get("replicas", 1)
         assert len(engine.pids) == knobs.get("replicas", 1)
@@ -93,17 +110,10 @@ def test_uneven_batches_give_the_tokens_of_generate(tiny_workload, tiny_model, t
         assert engine.peak_memory_bytes() > 100e6
 
 
-def test_resolved_is_read_back_and_identifies(tiny_workload, tiny_model, tmp_path) -> None:
-    hashes = {}
-    for knobs in ({"attention": "eager"}, {"attention": "eager", "max_batch": 4}, {"cache": "static"}):
-        with make(tiny_workload, tiny_model, tmp_path, **knobs) as engine:
-            resolved = engine.start()
-            hashes[str(knobs)] = resolved.hash
-            assert resolved.config["attention"] == knobs.get("attention", "sdpa")
-            assert resolved.config["cache"] == ("StaticCache" if "cache" in knobs else "DynamicCache")
-            assert engine.confinement in ("process", "sandbox")
-    first, same, other = hashes.values()
-    assert first == same != other
+def test_what_was_resolved_identifies_not_what_was_asked_for(tiny_workload, tiny_model, tmp_path, stock) -> None:
+    with make(tiny_workload, tiny_model, tmp_path, max_batch=4, attention="sdpa") as engine:
+        assert engine.start().hash == stock[1].hash
+        assert engine.confinement in ("process", "sandbox")
 
 
 def test_prompt_lookup_gives_the_same_tokens(tiny_workload, tiny_model, tmp_path, expected) -> None:
@@ -113,28 +123,26 @@ def test_prompt_lookup_gives_the_same_tokens(tiny_workload, tiny_model, tmp_path
         assert collect(engine, [GenerateRequest(id="a", prompt=prompt, max_tokens=8)])["a"] == expected[prompt]
 
 
-def test_score_and_profile_and_counts(tiny_workload, tiny_model, tmp_path) -> None:
+def test_score_and_profile_and_counts(tiny_model, tmp_path, stock) -> None:
     from transformers import AutoModelForCausalLM
 
-    sequences = prompts((12, 12, 12))
-    with make(tiny_workload, tiny_model, tmp_path) as engine:
-        engine.start()
-        engine.score(sequences, 4, tmp_path / "scores.npy")
-        scores = np.load(tmp_path / "scores.npy", allow_pickle=False)
-        assert scores.shape == (3, 8, 2048)
-        assert scores.dtype == np.float32
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-        with torch.no_grad():
-            truth = model(torch.tensor(sequences)).logits.log_softmax(-1)[:, 3:-1].numpy()
-        assert np.abs(scores - truth).max() < 1e-3
-        requests = [GenerateRequest(id=f"p{i}", prompt=tuple(PROMPT), max_tokens=4) for i in range(4)]
-        engine.profile(requests, tmp_path / "profile.json")
-        assert (tmp_path / "profile.json").stat().st_size > 100
-        assert engine.counts() == ()
-        engine.reset_counts()
-        assert len(collect(engine, requests)) == 4, "it still serves"
-        with pytest.raises(InputError):
-            engine.score([[1, 2], [1]], 1, tmp_path / "x.npy")
+    sequences, (engine, _) = prompts((12, 12, 12)), stock
+    engine.score(sequences, 4, tmp_path / "scores.npy")
+    scores = np.load(tmp_path / "scores.npy", allow_pickle=False)
+    assert scores.shape == (3, 8, 2048)
+    assert scores.dtype == np.float32
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        truth = model(torch.tensor(sequences)).logits.log_softmax(-1)[:, 3:-1].numpy()
+    assert np.abs(scores - truth).max() < 1e-3
+    requests = [GenerateRequest(id=f"p{i}", prompt=tuple(PROMPT), max_tokens=4) for i in range(4)]
+    engine.profile(requests, tmp_path / "profile.json")
+    assert (tmp_path / "profile.json").stat().st_size > 100
+    assert engine.counts() == ()
+    engine.reset_counts()
+    assert len(collect(engine, requests)) == 4, "it still serves"
+    with pytest.raises(InputError):
+        engine.score([[1, 2], [1]], 1, tmp_path / "x.npy")
 
 
 def test_end_of_sequence_counts_only_when_not_exact(tiny_workload, tiny_model, tmp_path, expected) -> None:
@@ -190,7 +198,7 @@ def test_too_little_memory_is_out_of_memory(tiny_workload, tiny_model, tmp_path)
     assert caught.value.kind == "out_of_memory", caught.value.detail
 
 
-def test_refusals(tiny_workload, tiny_model, tmp_path) -> None:
+def test_refusals(tiny_workload, tiny_model, tmp_path, stock) -> None:
     cores = len(os.sched_getaffinity(0))
     for knobs in (
         {"prompt_lookup": 3},
@@ -209,12 +217,10 @@ def test_refusals(tiny_workload, tiny_model, tmp_path) -> None:
     long = tiny_workload.model_copy(update={"traffic": TrafficSpec(input_tokens=2000, output_tokens=100)})
     with pytest.raises(InputError, match="2048"):
         make(long, tiny_model, tmp_path)
-    with make(tiny_workload, tiny_model, tmp_path) as engine:
-        engine.start()
-        for prompt, count in (((1,) * 2000, 100), ((5000,), 1), ((), 1)):
-            with pytest.raises(EngineFailure) as caught:
-                engine.submit(GenerateRequest(id="a", prompt=prompt, max_tokens=count))
-            assert caught.value.kind == "refused"
+    for prompt, count in (((1,) * 2000, 100), ((5000,), 1), ((), 1)):
+        with pytest.raises(EngineFailure) as caught:
+            stock[0].submit(GenerateRequest(id="a", prompt=prompt, max_tokens=count))
+        assert caught.value.kind == "refused"
 
 
 def test_a_child_outlives_the_thread_that_started_it_but_not_the_process(tiny_model, tmp_path) -> None:
