@@ -98,9 +98,12 @@ def _budget(
         if problem.reduction_axes and natural.dtype in (torch.bfloat16, torch.float16):
             # Roundings of intermediate results add up to an error that does not shrink where the sum is near zero. It
             # is spread over the elements as the effect of small changes is, and the row's typical ratio of the two
-            # sets its size: 2.25 medians are one and a half standard deviations, so that the budget ends at six.
+            # sets its size: 2.25 medians are one and a half standard deviations, so that the budget ends at six (a
+            # little later where a million elements have a million chances).
+            spread = torch.maximum(spread, _separable(spread))
             ratio = (own / spread.clamp_min(1e-300)).masked_fill(size == 0, math.nan)
-            own = torch.maximum(own, 2.25 * spread * ratio.nanmedian(-1, keepdim=True).values.nan_to_num(0.0))
+            reach = 2.25 * max(1.0, math.sqrt(math.log(truth.numel() or 1) / math.log(5000)))
+            own = torch.maximum(own, reach * spread * ratio.nanmedian(-1, keepdim=True).values.nan_to_num(0.0))
     largest = size.amax(-1, keepdim=True) if truth.dim() else size
     root = math.sqrt(terms)
     budget = 4 * own + (6 + 1.5 * root) * spread + unit * (16 + min(terms, 24 * root)) * size + 1e-12 * largest
@@ -108,6 +111,15 @@ def _budget(
     if problem.denormals == "flush_allowed":
         budget += 4 * root * torch.finfo(torch.float32).tiny * largest.clamp_min(1)  # of each term that is summed
     return Expected(truth, budget, natural, ())
+
+
+def _separable(spread: torch.Tensor) -> torch.Tensor:
+    """Scale of the row times scale of the column: what few draws say badly of one element, they say well of these."""
+    if spread.dim() < 2 or min(spread.shape[-2:]) < 4:
+        return spread
+    square = spread.square()
+    rows, columns = square.mean(-1, keepdim=True), square.mean(-2, keepdim=True)
+    return (rows * columns / square.mean((-2, -1), keepdim=True).clamp_min(1e-300)).sqrt()
 
 
 def error_of(got: torch.Tensor, expected: Expected) -> tuple[float, dict[str, Any] | None]:

@@ -254,11 +254,11 @@ def _measure(bench: Bench, session: Any, ceilings: Ceilings | None, end: float) 
             left -= 1
     operators = session.trace() if terms.candidate.language != "cpp" else []
     session.check_hidden()
-    rows, doubts, raw, same = [], [], {}, []
+    rows, doubts, raw, same = [], [], {}, []  # a shape in doubt is no win; in doubt at the first one is the verdict
     for run in timed:
         row, doubt = conclude(run, terms.problem, ceilings, alpha=terms.alpha, threshold=terms.threshold)
         rows.append(row)
-        doubts += [doubt] if doubt else []
+        doubts.append(f"{run.shape}: {doubt}" if doubt else "")
         raw[",".join(f"{k}={v}" for k, v in run.shape.items())] = run.raw
         if terms.confirm and not doubt:
             kept = run.rounds(calm=True)
@@ -268,8 +268,9 @@ def _measure(bench: Bench, session: Any, ceilings: Ceilings | None, end: float) 
     waits = [w for run in timed for w in run.raw["waited"]]
     noise = {"load_1min": os.getloadavg()[0], "waited_median": float(np.median(waits)), "a_a": same}
     return session.account() | {
-        "status": "unresolved" if doubts else "valid", "reason": "; ".join(doubts), "speedup": first.speedup,
-        "claim": first.claim, "threshold": terms.threshold, "faster": None if doubts else first.faster,
+        "status": "unresolved" if doubts[0] else "valid", "reason": "; ".join(filter(None, doubts)),
+        "speedup": first.speedup,
+        "claim": first.claim, "threshold": terms.threshold, "faster": None if doubts[0] else first.faster,
         "medians": {"baseline_s": first.baseline_s, "candidate_s": first.candidate_s}, "per_shape": tuple(rows),
         "floor_fraction": first.floor_fraction, "noise": noise, "raw": raw,
         "provenance": provenance.of(terms.candidate, terms.built.path, operators),

@@ -26,6 +26,10 @@ SESSIONS = {"screen": 1, "confirm": 3}
 """Fewest and most rounds in a session, and sessions (with fresh workers each) in a verdict."""
 
 
+DEAR_S, DEAR_SHARE = 0.1, 0.125
+"""A full check that takes longer than this is made for this share of the timed batches."""
+
+
 class Session(Workers):
     """What is asked of the workers for one verdict, and what has come of it so far."""
 
@@ -33,6 +37,8 @@ class Session(Workers):
         super().__init__(terms, template)
         self.reference = compare.load_reference(terms.problem.reference)
         self.batched = True
+        self.scales: dict[str, tuple[list[float], list[float]]] = {}
+        """By visible shape: the largest budget per output as a share of its size, and what a full check last took."""
         self.cases: dict[str, Any] = {
             "visible": 0, "visible_failed": 0, "hidden": 0, "hidden_failed": 0, "timed_calls": 0, "worst": 0.0,
             "figures": [],
@@ -142,38 +148,53 @@ class Session(Workers):
             )
 
     def _check_batch(self, plan: inputs.Layout, views: inputs.Views, scalars: list[Any], word: int) -> None:
-        """Every output of a timed batch: one slot with the full budget, all others with one scaled from that."""
+        """Every output of a timed batch, and the guards around them."""
         self.cases["timed_calls"] += plan.slots
-        where = {"shape": {k: plan.axes[k] for k in self.problem.visible[0]}, "regime": "timed call"}
         if not inputs.guards_intact(self.cand.outputs, plan, word):
             raise handle.WorkerFailed("void", "it wrote outside its output in a timed call", "memory")
-        sample = {int(self._rng().integers(plan.slots))}
-        scales = [0.0] * len(plan.outputs)
+        self._check_timed(plan, views, scalars, list(range(plan.slots)))
+
+    def _check_timed(self, plan: inputs.Layout, views: inputs.Views, scalars: list[Any], slots: list[int]) -> None:
+        """The outputs of timed calls: one with its full budget, all others with one scaled from that.
+
+        Where full budgets take long, a drawn part of the batches has one; the rest goes by the scale of those before.
+        """
+        shape = {k: plan.axes[k] for k in self.problem.visible[0]}
+        where = {"shape": shape, "regime": "timed call"}
+        scales, cost_s = self.scales.setdefault(str(shape), ([0.0] * len(plan.outputs), [0.0]))
+        known = all(scales) and cost_s[0] > DEAR_S and self._rng().random() > DEAR_SHARE
+        sample = set() if known else {slots[int(self._rng().integers(len(slots)))]}
         for slot in sample:
+            began = time.monotonic()
             error, expected, _ = self._check_slot(plan, self._arguments(plan, views, scalars, slot), slot)
+            cost_s[0] = time.monotonic() - began
             if error is not None:
                 self._wrong({**where, **error})
-            for i, what in enumerate(expected):
-                if what.truth.is_floating_point() and what.truth.numel():
-                    scales[i] = max(
-                        scales[i], float((what.budget / _size(what.truth, rows=what.truth.dim() > 0)).max())
-                    )
-        doubtful = torch.zeros(plan.slots, dtype=torch.bool)
-        for place, scale, near in zip(plan.outputs, scales, self._nearly(plan, views, scalars), strict=True):
-            got = _widened(inputs.batch_view(self.cand.outputs, place, plan.slots))
+            fresh = [
+                float((what.budget / _size(what.truth, rows=what.truth.dim() > 0)).max())
+                if what.truth.is_floating_point() and what.truth.numel()
+                else 0.0
+                for what in expected
+            ]
+            scales[:] = fresh
+        doubtful = torch.zeros(len(slots), dtype=torch.bool)
+        for place, scale, near in zip(plan.outputs, scales, self._nearly(plan, views, scalars, slots), strict=True):
+            got = _widened(inputs.batch_view(self.cand.outputs, place, plan.slots)[slots])
             fits = (got - near).abs() <= 4 * scale * _size(near, rows=len(place.shape) > 0)
-            doubtful |= ~fits.reshape(plan.slots, -1).all(1)
-        for slot in set(doubtful.nonzero().flatten().tolist()) - sample:
+            doubtful |= ~fits.reshape(len(slots), -1).all(1)
+        for slot in {slots[int(i)] for i in doubtful.nonzero().flatten()} - sample:
             error, _, _ = self._check_slot(plan, self._arguments(plan, views, scalars, slot), slot)
             if error is not None:
                 self._wrong({**where, **error})
 
-    def _nearly(self, plan: inputs.Layout, views: inputs.Views, scalars: list[Any]) -> list[torch.Tensor]:
-        """The reference in float32 (or wider) on all slots: each output as [slots, *shape]."""
+    def _nearly(
+        self, plan: inputs.Layout, views: inputs.Views, scalars: list[Any], slots: list[int]
+    ) -> list[torch.Tensor]:
+        """The reference in float32 (or wider) on these slots: each output as [len(slots), *shape]."""
         with torch.no_grad():
-            if plan.sets == 1 and self.batched and plan.slots > 1:
+            if plan.sets == 1 and self.batched and len(slots) > 1:
                 given = [
-                    scalar if view is None else _widened(view[0] if tensor.constant else view)
+                    scalar if view is None else _widened(view[0] if tensor.constant else view[slots])
                     for tensor, view, scalar in zip(self.problem.inputs, views, scalars, strict=True)
                 ]
                 dims = tuple(None if t.shape is None or t.constant else 0 for t in self.problem.inputs)
@@ -182,7 +203,7 @@ class Session(Workers):
                 except Exception:  # whatever a reference does that cannot be batched
                     self.batched = False
             every = []
-            for slot in range(plan.slots):
+            for slot in slots:
                 arguments = self._arguments(plan, views, scalars, slot)
                 every.append(compare.outputs_of(self.reference(*[_widened(a) for a in arguments])))
             return [torch.stack(one) for one in zip(*every, strict=True)]
@@ -313,9 +334,7 @@ class Session(Workers):
             inputs.poison(self.cand.outputs, plan, self._rng())
             timed.add(candidate_single=self.cand.run(0, int(slot), 1, limit))
             timed.add(baseline_single=self.base.run(timed.which, int(slot), 1, limit))
-            error, _, _ = self._check_slot(plan, self._arguments(plan, views, scalars, int(slot)), int(slot))
-            if error is not None:
-                self._wrong({"shape": timed.shape, "regime": "timed call", **error})
+            self._check_timed(plan, views, scalars, [int(slot)])
 
     def trace(self) -> list[str]:
         """Names of torch operators that one more call of a Python candidate dispatched: a claim, no proof."""
