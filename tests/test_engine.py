@@ -191,7 +191,10 @@ def test_stopped_child_is_a_hang_and_can_be_stopped(tiny_workload, tiny_model, t
 
 
 def test_too_little_memory_is_out_of_memory(tiny_workload, tiny_model, tmp_path) -> None:
-    engine = make(tiny_workload, tiny_model, tmp_path, options={"memory_bytes": 330 << 20}, cache="static")
+    """The process and its libraries fit under the limit, a full batch does not: it is a tensor that cannot be had."""
+    many = TrafficSpec(concurrency=256, requests=256, input_tokens=1000, output_tokens=1000)
+    large = tiny_workload.model_copy(update={"traffic": many})
+    engine = make(large, tiny_model, tmp_path, options={"memory_bytes": 800 << 20}, cache="static")
     with pytest.raises(EngineFailure) as caught:
         engine.start()
     engine.stop()
