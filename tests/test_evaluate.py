@@ -67,9 +67,24 @@ def run(model, reference, tmp_path):
     return compare
 
 
+def fair(attempt):
+    """What an honest change comes to. By `HIDDEN_ALPHA`, one in fifty is refused for its hidden prompts by chance, and
+    then `attempt` is made once more: what does that twice is not honest."""
+    found = attempt()
+    unlucky = any("vanishes on hidden prompts" in reason for reason in promote.decide(found).reasons)
+    return attempt() if unlucky else found
+
+
 def test_a_faster_honest_engine_is_promoted(run, tmp_path):
     said = []
-    found = run(FASTER, raw=tmp_path / "raw.json", progress=lambda *a: said.append(a), about={"purpose": "promotion"})
+
+    def attempt():
+        said.clear()
+        return run(
+            FASTER, raw=tmp_path / "raw.json", progress=lambda *a: said.append(a), about={"purpose": "promotion"}
+        )
+
+    found = fair(attempt)
     decision = promote.decide(found)
     assert decision.decision == "promoted", decision.reasons
     assert found.interval.low > 1.1
@@ -134,7 +149,7 @@ def test_fast_and_wrong_fails_accuracy(run, script, word):
 
 def test_a_kernel_that_never_ran_is_not_promoted(run):
     stock = accuracy.Distance(sample=accuracy.Sample())
-    used = run({**FASTER, "kernel": "p"}, required=["c"])
+    used = fair(lambda: run({**FASTER, "kernel": "p"}, required=["c"]))
     assert promote.decide(used).decision == "promoted"
     assert used.counts[0].taken > 0
     unused = run({**FASTER, "kernel": "p", "unused": True}, required=["c"])
@@ -169,7 +184,8 @@ def test_an_incumbent_that_breaks_is_an_error(run):
 
 def test_gates_and_amdahl(run):
     gates = Gates(ttft_p95_ms=0.001, tpot_p95_ms=1000, peak_memory_gib=1)
-    found = run({**FASTER, "memory": 0}, workload=WORKLOAD.model_copy(update={"gates": gates}), amdahl_limit=1.05)
+    gated = WORKLOAD.model_copy(update={"gates": gates})
+    found = fair(lambda: run({**FASTER, "memory": 0}, workload=gated, amdahl_limit=1.05))
     assert [g.status for g in found.gates] == ["fail", "pass", "cannot_evaluate"]
     decision = promote.decide(found)
     assert "Amdahl" in decision.reason
@@ -221,7 +237,8 @@ def test_final_confirmation_is_strict_and_always_scored(model, reference, tmp_pa
     def opener(script):
         return lambda: ScriptedEngine(tmp_path, model, **script)
 
-    found, decision = promote.confirm_final(opener(A), opener(FASTER), WORKLOAD, Source(), reference)
+    found = fair(lambda: promote.confirm_final(opener(A), opener(FASTER), WORKLOAD, Source(), reference)[0])
+    decision = promote.decide(found)
     assert decision.decision == "promoted", decision.reasons
     assert found.about == {"purpose": "final"}
     assert found.accuracy.scored_tokens == 24 * 4 * len(found.pairs)
