@@ -6,8 +6,8 @@ It can be written at any time: what is not measured yet is left out, never made 
 from __future__ import annotations
 
 import base64
-import math
-import statistics
+import fcntl
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,34 +17,21 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from kb import ledger, queries
 from kb.figures import tree_png
 from kb.store import Store
-from kernels.errors import InputError
-from kernels.ruler.verdict import Verdict, visible
-from profiles.engines.base import Stack
+from profiles.engines.base import Resolved, Stack
 from profiles.operators import Profile
 from profiles.roofline import Point, roofline_figure
 from profiles.target import Target
-from tasks import report_figures
+from tasks import report_campaigns, report_figures, report_layers, report_words
 from tasks.codec import from_json
-from tasks.report_schema import (
-    BudgetReport,
-    CampaignRow,
-    Interval,
-    KernelInStack,
-    LayerGain,
-    MeasuredRow,
-    OperatorRow,
-    Refusal,
-    Report,
-    StackReport,
-)
+from tasks.report_schema import BudgetReport, KernelInStack, MeasuredRow, OperatorRow, Report, StackReport
 from tasks.run_state import RunState, now, open_run, read_json, write_json
 from tasks.stack_files import kernel_file, write_stack
 
-DEPLOY = """# settings and kernels: {folder}/stack.json, how to use them: {folder}/README.md
-python {folder}/apply.py MODEL_FOLDER
-
-# measure it again on this machine
-roofloop optimize {workload} --new"""
+STANDINGS = {
+    "confirmed": "Confirmed against the stock engine in fresh engines.",
+    "provisional": "Provisional: it has not been confirmed against the stock engine in fresh engines yet.",
+    "rejected": "Do not deploy: the confirmation in fresh engines rejected it.",
+}
 
 
 def write_report(folder: Path, store: Store) -> Path:
@@ -57,46 +44,31 @@ def write_report(folder: Path, store: Store) -> Path:
         InputError: the folder holds no run.
     """
     report = build_report(folder, store)
-    write_json(folder / "report.json", report.model_dump(mode="json"))
-    stack = _stack(_stages(folder))
-    if stack is not None and report.stack is not None:
-        write_stack(stack, folder / "stack")
     page = folder / "report.html"
-    temporary = folder / ".report.html.tmp"
-    temporary.write_text(render(report, figures_of(report, folder, store)), encoding="utf-8")
-    temporary.replace(page)
+    text = render(report, figures_of(report, folder, store))
+    with (folder / ".report.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the run itself and a person may both ask for it
+        write_json(folder / "report.json", report.model_dump(mode="json"))
+        stack = _stack(_stages(folder))
+        if stack is not None and report.stack is not None:
+            note = " ".join(part for part in (STANDINGS[report.stack.standing], report.decision) if part)
+            write_stack(stack, folder / "stack", note=note)
+        else:
+            shutil.rmtree(folder / "stack", ignore_errors=True)
+        temporary = folder / ".report.html.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(page)
     return page
 
 
 def render(report: Report, figures: Mapping[str, bytes]) -> str:
     """The report as one self-contained HTML page. Everything that came from elsewhere is escaped."""
-    environment = Environment(loader=PackageLoader("tasks"), autoescape=select_autoescape(default=True))
-    deploy = ""
-    if report.stack is not None:
-        deploy = DEPLOY.format(folder=report.stack.folder, workload=report.workload["name"])
-    encoded = {name: base64.b64encode(png).decode() for name, png in figures.items()}
-    return environment.get_template("report.html.j2").render(
-        r=report, fmt=number, words=words, figures=encoded, deploy=deploy
+    environment = Environment(
+        loader=PackageLoader("tasks"), autoescape=select_autoescape(default=True), trim_blocks=True, lstrip_blocks=True
     )
-
-
-def number(value: Any) -> str:
-    """A figure with three significant digits, whatever its size; `–` for one that is not there."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return "–"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if value == 0 or isinstance(value, int):
-        return f"{value:,}"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{digits}f}" if digits <= 5 else f"{value:.2e}"
-
-
-def words(value: Mapping[str, Any] | None) -> str:
-    """A mapping as `key value, key value`."""
-    if not value:
-        return "–"
-    return ", ".join(f"{key} {number(held)}" for key, held in value.items())
+    encoded = {name: base64.b64encode(png).decode() for name, png in figures.items()}
+    page = environment.get_template("report.html.j2")
+    return page.render(r=report, w=report_words, figures=encoded, standings=STANDINGS)
 
 
 def build_report(folder: Path, store: Store) -> Report:
@@ -106,32 +78,38 @@ def build_report(folder: Path, store: Store) -> Report:
         InputError: the folder holds no run.
     """
     run, stages = open_run(folder), _stages(folder)
-    target, search, base = stages.get("010-target"), stages.get("040-settings"), stages.get("030-baseline")
-    final = stages.get("900-final")
-    comparison = (final or {}).get("comparison")
-    speedup = _interval(comparison["interval"] if comparison else None)
-    campaigns = _campaigns(folder, stages)
-    layers = _by_layer(search, stages, speedup)
+    target, search, base = (stages.get(name) for name in ("010-target", "040-settings", "030-baseline"))
+    final = stages.get("900-final") or {}
+    ended = "900-final" in stages
+    comparison, decision = final.get("comparison"), final.get("decision") or {}
+    evaluations = _evaluations(stages)
+    plans = {int(name[:-7]): result for name, result in stages.items() if name.endswith("20-plan")}
+    campaigns = report_campaigns.campaigns_of(folder, evaluations)
+    ideas = report_campaigns.ideas_of(store, run.run_id)
+    speedup = report_layers.interval((comparison or {}).get("interval"))
     return Report(
         run_id=run.run_id,
         workload=run.record.workload.model_dump(mode="json"),
         target=target["target"] if target else {"device": "unknown"},
         status={"finished": "finished", "failed": "failed"}.get(run.record.status, "unfinished"),
-        stop_reason=run.record.reason or ((final or {}).get("stop_reason") or ""),
+        stop_reason=run.record.reason or final.get("stop_reason") or "",
         metric=run.record.workload.objective,
         speedup=speedup,
-        confirmed=bool(final and final["decision"] and final["decision"]["decision"] == "promoted"),
-        by_layer=layers,
-        accuracy=_accuracy(comparison),
-        baseline=_measured("stock", base, comparison, "a"),
-        best=_measured("best", base, comparison, "b", _stack(stages)),
+        confirmed=decision.get("decision") == "promoted",
+        decision=decision.get("reason", ""),
+        by_layer=report_layers.by_layer(search, evaluations, campaigns, speedup, ended=ended),
+        accuracy=_accuracy(comparison, evaluations, ended=ended),
+        baseline=_baseline(base, comparison),
+        best=_side("best", comparison, "b", _stack(stages)) if comparison and comparison.get("b") else None,
         peers=tuple(peer.model_dump(mode="json") for peer in run.record.workload.peers),
         operators=_operators(stages),
-        trials=tuple(_trial(row) for row in (search or {}).get("trials", ())),
-        ideas=_ideas(store, run.run_id),
+        profile=_profile(stages),
+        trials=report_campaigns.trials_of(search),
+        settings_search=_settings_search(search),
+        ideas=ideas,
         campaigns=campaigns,
-        refused=_refused(search, campaigns, stages),
-        stack=_stack_report(folder, stages, comparison),
+        refused=report_campaigns.refused_of(search, campaigns, evaluations, plans, ideas, ended=ended),
+        stack=_stack_report(folder, stages, evaluations),
         versions=run.record.versions | ({"engine": base["resolved"]["version"]} if base else {}),
         noise=_noise(target, comparison),
         budget=_budget(run, folder),
@@ -151,7 +129,7 @@ def figures_of(report: Report, folder: Path, store: Store) -> dict[str, bytes]:
     if report.trials:
         figures["trials"] = report_figures.trials_figure(report.trials, report.metric)
     if report.ideas:
-        figures["ideas"] = tree_png(queries.tree(store, report.run_id))
+        figures["ideas"] = tree_png([_plain(row) for row in queries.tree(store, report.run_id)])
     if "110-profile" in stages and "010-target" in stages:
         held = stages["110-profile"]
         profile = from_json(Profile, held["profile"])
@@ -177,106 +155,93 @@ def points(profile: Profile) -> list[Point]:
     ]
 
 
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose dollar signs matplotlib takes for text, not for the begin of a formula."""
+    return {key: held.replace("$", r"\$") if isinstance(held, str) else held for key, held in row.items()}
+
+
 def _stages(folder: Path) -> dict[str, Any]:
-    """Results of the finished stages, by name, in order."""
-    held = ((file.stem, read_json(file)) for file in sorted((folder / "stages").glob("*.json")))
-    return {name: value["result"] for name, value in held if isinstance(value, dict) and "result" in value}
+    """Results of the finished stages by name, in the order in which they began: names do not tell it, since
+    campaigns are called by their hashes and round 10 sorts before round 2.
+    """
+    held = ((file.stem, read_json(file)) for file in (folder / "stages").glob("*.json"))
+    found = [(name, value) for name, value in held if isinstance(value, dict) and "result" in value]
+    found.sort(key=lambda pair: (pair[1].get("started_at", ""), pair[0]))
+    return {name: value["result"] for name, value in found}
+
+
+def _evaluations(stages: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Results of the end-to-end stages in the order of time, each with the campaigns that it tested."""
+    return [
+        {"campaigns": [name.split("40-evaluate-")[1]]} | result
+        for name, result in stages.items()
+        if "40-evaluate-" in name
+    ]
 
 
 def _stack(stages: Mapping[str, Any]) -> Stack | None:
+    """The stack in force: the confirmed one, else that after the latest decision, else the best settings."""
     if "900-final" in stages:
         return from_json(Stack, stages["900-final"]["stack"])
-    evaluated = [result for name, result in stages.items() if "-evaluate-" in name or "40-evaluate" in name]
+    evaluated = _evaluations(stages)
     if evaluated:
         return from_json(Stack, evaluated[-1]["stack"])
     search = stages.get("040-settings")
     return from_json(Stack, {"settings": search["best"], "kernels": ()}) if search else None
 
 
-def _interval(value: Mapping[str, Any] | None) -> Interval | None:
-    if not value:
-        return None
-    return Interval(
-        estimate=value["estimate"],
-        low=value["low"],
-        high=value["high"],
-        n=value.get("n") or 0,
-        level=value.get("level") or 0.95,
-    )
-
-
-def _by_layer(
-    search: Mapping[str, Any] | None, stages: Mapping[str, Any], whole: Interval | None
-) -> tuple[LayerGain, ...]:  # fmt: skip
-    settings = next((c for c in (search or {}).get("confirmations", ()) if c["better"]), None)
-    first = LayerGain(
-        layer="settings",
-        ratio=Interval(estimate=settings["ratio"], low=settings["low"], high=settings["high"]) if settings else None,
-        how="the best settings against the defaults, interleaved" if settings else (search or {}).get("reason", ""),
-    )
-    won = [r for name, r in stages.items() if "40-evaluate-" in name and r["promoted"]]
-    kernels = _product([_interval(result["comparison"]["interval"]) for result in won])
-    how = f"product of {len(won)} comparisons of stack + kernel against stack" if won else "no kernel was promoted"
-    if whole and kernels:
-        expected = kernels.estimate * (first.ratio.estimate if first.ratio else 1.0)
-        low = kernels.low * (first.ratio.low if first.ratio else 1.0)
-        high = kernels.high * (first.ratio.high if first.ratio else 1.0)
-        if whole.high < low or whole.low > high:
-            how += f"; with the settings that makes {expected:.2f}×, which the confirmation does not bear out"
-    return first, LayerGain(layer="kernel", ratio=kernels, how=how)
-
-
-def _product(ratios: list[Interval | None]) -> Interval | None:
-    """Product of independent ratios: logs add, half-widths of the logs add in quadrature."""
-    known = [ratio for ratio in ratios if ratio]
-    if not known:
-        return None
-    centre = sum(math.log(ratio.estimate) for ratio in known)
-    below = math.sqrt(sum(math.log(ratio.estimate / ratio.low) ** 2 for ratio in known))
-    above = math.sqrt(sum(math.log(ratio.high / ratio.estimate) ** 2 for ratio in known))
-    return Interval(
-        estimate=math.exp(centre),
-        low=math.exp(centre - below),
-        high=math.exp(centre + above),
-        n=min(ratio.n for ratio in known),
-        level=min(ratio.level for ratio in known),
-    )
-
-
-def _accuracy(comparison: Mapping[str, Any] | None) -> dict[str, Any]:
-    held = (comparison or {}).get("accuracy")
+def _accuracy(
+    comparison: Mapping[str, Any] | None, evaluations: list[dict[str, Any]], *, ended: bool
+) -> dict[str, Any]:  # fmt: skip
+    held, where = (comparison or {}).get("accuracy"), "the final confirmation"
+    if not held and not ended:
+        promoted = [e["comparison"].get("accuracy") for e in evaluations if e["promoted"]]
+        held, where = next((one for one in reversed(promoted) if one), None), "the latest promotion"
     if not held:
-        return {"status": "not evaluated", "reason": "no stack was confirmed"}
-    checks = {check["name"]: f"{check['status']}: {check['detail']}" for check in held["checks"]}
-    return {"status": held["status"], "reason": held["reason"], "scored_tokens": held["scored_tokens"]} | checks
+        reason = "the final stack has not been compared with stock yet"
+        if ended:
+            reason = "stock stays: there was nothing to compare with it"
+        if comparison:
+            reason = "the comparison did not come as far as accuracy"
+        return {"status": "not evaluated", "reason": reason, "checks": []}
+    keys = ("name", "status", "value", "limit", "detectable", "detail")
+    checks = [{key: check.get(key) for key in keys} for check in held["checks"]]
+    kept = {key: held[key] for key in ("status", "reason", "scored_tokens", "stock_tokens")}
+    return kept | {"measured_on": where, "checks": checks}
 
 
-def _measured(
-    label: str,
-    base: Mapping[str, Any] | None,
-    comparison: Mapping[str, Any] | None,
-    side: str,
-    stack: Stack | None = None,
-) -> MeasuredRow | None:
-    """The row of one side: from the final confirmation where there is one, stock otherwise from the baseline."""
-    if comparison and comparison.get(side):
-        resolved, metrics = comparison[side], comparison.get(f"{side}_row") or {}
-        value = comparison[f"{side}_value"]
-        rounds = len(comparison["pairs"])
-        metrics = metrics or {comparison["metric"]: value, "peak_memory_bytes": comparison[f"{side}_peak_memory_bytes"]}
-    elif base and side == "a":
-        resolved, metrics, rounds = base["resolved"], base["row"], base["rounds"]
-    else:
+def _baseline(base: Mapping[str, Any] | None, comparison: Mapping[str, Any] | None) -> MeasuredRow | None:
+    """Stock: as measured beside the final stack where it was, else as measured at the begin."""
+    if comparison:
+        return _side("stock", comparison, "a")
+    if base is None:
         return None
-    from profiles.engines.base import Resolved
+    return _measured("stock", base["resolved"], base["row"], base["value"], base["rounds"], None)
 
+
+def _side(label: str, comparison: Mapping[str, Any], side: str, stack: Stack | None = None) -> MeasuredRow:
+    metrics = comparison.get(f"{side}_row") or {"peak_memory_bytes": comparison[f"{side}_peak_memory_bytes"]}
+    return _measured(
+        label, comparison[side], metrics, comparison[f"{side}_value"], len(comparison["pairs"]), stack
+    )  # fmt: skip
+
+
+def _measured(  # noqa: PLR0917
+    label: str,
+    resolved: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    value: float | None,
+    rounds: int,
+    stack: Stack | None,
+) -> MeasuredRow:
     return MeasuredRow(
         label=label,
         stack_id=stack.id if stack else "stock",
         settings=resolved["config"],
         settings_hash=Resolved.model_validate(resolved).hash,
         kernels=tuple(kernel.problem.name for kernel in stack.kernels) if stack else (),
-        metrics={key: value for key, value in metrics.items() if not isinstance(value, bool)},
+        value=value,
+        metrics={key: held for key, held in metrics.items() if not isinstance(held, bool)},
         rounds=rounds,
     )
 
@@ -284,158 +249,64 @@ def _measured(
 def _operators(stages: Mapping[str, Any]) -> tuple[OperatorRow, ...]:
     if "110-profile" not in stages:
         return ()
-    before = from_json(Profile, stages["110-profile"]["profile"])
-    after = from_json(Profile, stages["905-profile-after"]["profile"]) if "905-profile-after" in stages else None
-    later = _sums(after) if after else {}
+    before = _sums(from_json(Profile, stages["110-profile"]["profile"]))
+    after = stages.get("905-profile-after")
+    later = _sums(from_json(Profile, after["profile"])) if after else {}
     rows = []
-    for key, row in _sums(before).items():
+    for operator, phase in dict.fromkeys([*before, *later]):
+        was, will = before.get((operator, phase)), later.get((operator, phase))
+        about = was or will or {}
         rows.append(
             OperatorRow(
-                operator=key[0],
-                phase=key[1],
-                before_ms=row["ms"],
-                after_ms=later.get(key, {}).get("ms", 0.0) if after else None,
-                time_share=row["share"],
-                roofline_ms=row["roofline"],
-                bound=row["bound"],
-                gap=row["ms"] / row["roofline"] if row["roofline"] else None,
+                operator=operator,
+                phase=phase,
+                before_ms=was["ms"] if was else None,
+                after_ms=will["ms"] if will else None,
+                time_share=was["share"] if was else 0.0,
+                roofline_ms=about["roofline"],
+                bound=about["bound"],
+                gap=was["ms"] / was["roofline"] if was and was["roofline"] else None,
             )
         )
-    for key, row in later.items():
-        if key not in _sums(before):
-            rows.append(
-                OperatorRow(
-                    operator=key[0], phase=key[1], before_ms=None, after_ms=row["ms"], time_share=0.0,
-                    roofline_ms=row["roofline"], bound=row["bound"], gap=None,
-                )
-            )  # fmt: skip
     return tuple(sorted(rows, key=lambda row: -(row.before_ms or 0.0)))
 
 
 def _sums(profile: Profile) -> dict[tuple[str, str], dict[str, Any]]:
+    """Time, share and time at the roofline by operator and phase; the roofline is None where a part's is unknown."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in profile.singles():
-        cell = found.setdefault(
-            (row.operator, row.phase), {"ms": 0.0, "share": 0.0, "roofline": 0.0, "bound": row.bound}
-        )
+        fresh = {"ms": 0.0, "share": 0.0, "roofline": 0.0, "bound": row.bound}
+        cell = found.setdefault((row.operator, row.phase), fresh)
         cell["ms"] += row.time_ms
         cell["share"] += row.time_share
-        known = row.roofline_ms is not None and cell["roofline"] is not None
-        cell["roofline"] = cell["roofline"] + (row.roofline_ms or 0.0) if known else None
+        unknown = row.roofline_ms is None or cell["roofline"] is None
+        cell["roofline"] = None if unknown else cell["roofline"] + row.roofline_ms
     return found
 
 
-def _trial(trial: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("number", "role", "knobs", "status", "value", "reason", "seconds", "resolved_hash")
-    return {key: trial.get(key) for key in keys}
+def _profile(stages: Mapping[str, Any]) -> dict[str, Any]:
+    if "110-profile" not in stages:
+        return {}
+    before, after = stages["110-profile"]["profile"], stages.get("905-profile-after")
+    kept = {key: before[key] for key in ("wall_ms", "attributed_share", "notes")}
+    return kept | {"after_wall_ms": after["profile"]["wall_ms"] if after else None}
 
 
-def _ideas(store: Store, run_id: str) -> tuple[dict[str, Any], ...]:
-    try:
-        rows = queries.tree(store, run_id)
-    except InputError:
-        return ()
-    keys = (
-        "id", "parent_id", "depth", "hypothesis", "layer", "lever", "operator", "problem_name", "status", "reason",
-        "derivation", "score", "p_success", "gain", "urgency", "accuracy_penalty", "cost_minutes", "excluded",
-    )  # fmt: skip
-    return tuple({key: row.get(key) for key in keys} for row in rows)
+def _settings_search(search: Mapping[str, Any] | None) -> dict[str, Any]:
+    if search is None:
+        return {}
+    kept = {key: search.get(key) for key in ("reason", "drift", "stopped", "default_first", "default_last")}
+    return {"best": search["best"]["knobs"]} | kept
 
 
-def _campaigns(folder: Path, stages: Mapping[str, Any]) -> tuple[CampaignRow, ...]:
-    results: dict[str, tuple[Interval | None, str]] = {}
-    for name, result in stages.items():
-        if "40-evaluate-" in name:
-            for key in result.get("campaigns", ()):
-                results[key] = (_interval(result["comparison"]["interval"]), result["decision"]["decision"])
-    rows = []
-    for path in sorted(folder.glob("campaigns/*/campaign.json"), key=lambda p: p.stat().st_mtime):
-        task, outcome = read_json(path), read_json(path.parent / "outcome.json")
-        if not task:
-            continue
-        idea, outcome = task["task"]["idea"], outcome or {}
-        end_to_end, decision = results.get(path.parent.name, (None, ""))
-        speedup = None
-        if outcome.get("speedup") is not None:
-            speedup = Interval(estimate=outcome["speedup"], low=outcome["low"], high=outcome["high"])
-        said = _verdict(path.parent, outcome)
-        rows.append(
-            CampaignRow(
-                campaign_id=path.parent.name,
-                hypothesis=idea["hypothesis"],
-                operator=idea["operator"],
-                problem=task["task"]["problem"]["name"],
-                lever=idea["lever"],
-                conclusion=outcome.get("conclusion", "unfinished"),
-                reason=outcome.get("reason", "it has not concluded"),
-                speedup=speedup,
-                claim=said.get("claim"),
-                floor_fraction=said.get("floor_fraction"),
-                attempts=tuple(_attempt(value) for value in _attempts(path.parent)),
-                seconds=outcome.get("seconds", 0.0),
-                end_to_end=end_to_end,
-                decision=decision,
-            )
-        )
-    return tuple(rows)
-
-
-def _attempts(folder: Path) -> list[dict[str, Any]]:
-    return [value for file in sorted(folder.glob("attempts/*.json")) if (value := read_json(file))]
-
-
-def _attempt(attempt: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("number", "mode", "status", "speedup", "low", "high", "claim", "parameters", "seconds", "note")
-    return {key: attempt.get(key) for key in keys}
-
-
-def _verdict(folder: Path, outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """What may be shown of the verdict that the outcome stands on."""
-    for mode in ("confirm", "screen"):
-        held = read_json(folder / "verdicts" / f"{outcome.get('candidate_id')}.{mode}.json")
-        if held:
-            return visible(Verdict.from_json(held))
-    return {}
-
-
-def _refused(
-    search: Mapping[str, Any] | None, campaigns: tuple[CampaignRow, ...], stages: Mapping[str, Any]
-) -> tuple[Refusal, ...]:
-    found = []
-    for trial in (search or {}).get("trials", ()):
-        if trial["status"] not in ("complete", "duplicate"):
-            found.append(
-                Refusal(
-                    what=words(trial["knobs"]), layer="settings", stage="settings",
-                    reason=f"{trial['status'].replace('_', ' ')}: {trial['reason']}",
-                )
-            )  # fmt: skip
-    for campaign in campaigns:
-        if campaign.conclusion not in ("won", "unfinished"):
-            found.append(
-                Refusal(what=f"{campaign.problem}, {campaign.lever}", layer="kernel", stage="ruler",
-                        reason=f"{campaign.conclusion.replace('_', ' ')}: {campaign.reason}")
-            )  # fmt: skip
-    for name, result in stages.items():
-        if "40-evaluate-" in name and not result["promoted"]:
-            names = [c.problem for c in campaigns if c.campaign_id in result.get("campaigns", ())]
-            found.append(
-                Refusal(what=" + ".join(names), layer="kernel", stage="end_to_end", reason=result["decision"]["reason"])
-            )
-    for campaign in campaigns:
-        if campaign.conclusion == "won" and not campaign.decision:
-            found.append(
-                Refusal(what=f"{campaign.problem}, {campaign.lever}", layer="kernel", stage="end_to_end",
-                        reason="no time was left to measure it end to end")
-            )  # fmt: skip
-    return tuple(found)
-
-
-def _stack_report(folder: Path, stages: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> StackReport | None:
+def _stack_report(folder: Path, stages: Mapping[str, Any], evaluations: list[dict[str, Any]]) -> StackReport | None:
     stack = _stack(stages)
     if stack is None or (not stack.kernels and not stack.settings.knobs):
         return None
-    counts = {count["candidate"]: count for count in (comparison or {}).get("counts", ())}
+    final = stages.get("900-final") or {}
+    decision = (final.get("decision") or {}).get("decision")
+    tests = [e["comparison"] for e in evaluations if e["promoted"]] + [final.get("comparison") or {}]
+    counts = {count["candidate"]: count for test in tests for count in test.get("counts", ())}
     kernels = []
     for kernel in stack.kernels:
         count = counts.get(kernel.candidate.id, {})
@@ -454,24 +325,29 @@ def _stack_report(folder: Path, stages: Mapping[str, Any], comparison: Mapping[s
                 prepared_bytes=count.get("prepared_bytes"),
             )
         )
-    where = f"runs/{folder.name}/stack"
-    return StackReport(stack_id=stack.id, folder=where, settings=dict(stack.settings.knobs), kernels=tuple(kernels))
+    return StackReport(
+        stack_id=stack.id,
+        folder=f"runs/{folder.name}/stack",
+        standing="provisional" if decision is None else "confirmed" if decision == "promoted" else "rejected",
+        settings=dict(stack.settings.knobs),
+        kernels=tuple(kernels),
+    )
 
 
 def _noise(target: Mapping[str, Any] | None, comparison: Mapping[str, Any] | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if target:
-        noisy = target["target"]["noisy"]
-        found["ceilings"] = target["target"]["noise"] if noisy else "measured on a quiet machine"
+        measured = target["target"]
+        quiet = "from a datasheet" if measured["origin"] == "datasheet" else "measured on a quiet machine"
+        found["ceilings"] = measured["noise"] if measured["noisy"] else quiet
     if comparison:
         found["stock against itself, per round"] = f"{100 * comparison['a_spread']:.1f} %"
-        values = [pair["a"] for pair in comparison["pairs"]]
-        if values:
-            found["stock, median of the rounds"] = statistics.median(values)
     return found
 
 
 def _budget(run: RunState, folder: Path) -> BudgetReport:
     spent = (read_json(folder / "clock.json") or {}).get("spent_s", 0.0)
-    by_stage = {stage["title"]: float(stage["seconds"]) for stage in run.stages()}
+    by_stage: dict[str, float] = {}
+    for stage in run.stages():
+        by_stage[stage["title"]] = by_stage.get(stage["title"], 0.0) + float(stage["seconds"])
     return BudgetReport(wall_s=run.record.workload.budget.wall_s, used_s=spent, by_stage_s=by_stage)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tasks.report_schema import Interval, LayerGain, OperatorRow
+from tasks.report_words import known, metric_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,51 +46,87 @@ def by_layer_figure(layers: Sequence[LayerGain], total: Interval | None) -> byte
 
 
 def operators_figure(rows: Sequence[OperatorRow], most: int = 12) -> bytes:
-    """Milliseconds by operator: before, after, and at the roofline."""
-    shown = sorted(rows, key=lambda row: -(row.before_ms or 0))[:most]
-    figure, axes = _canvas(height=0.9 + 0.42 * max(len(shown), 1))
+    """Milliseconds by operator: before, after, and at the roofline; those that take most of the time."""
+    shown = sorted(rows, key=lambda row: -max(row.before_ms or 0, row.after_ms or 0))[:most]
+    afterwards = any(row.after_ms is not None for row in shown)
+    figure, axes = _canvas(height=1.1 + (0.42 if afterwards else 0.3) * max(len(shown), 1))
+    place, height = (0.18, 0.3) if afterwards else (0.0, 0.5)
     for y, row in enumerate(reversed(shown)):
         if row.before_ms is not None:
-            axes.barh(y + 0.18, row.before_ms, height=0.3, color=BEFORE)
+            axes.barh(y + place, row.before_ms, height=height, color=BEFORE)
         if row.after_ms is not None:
-            axes.barh(y - 0.18, row.after_ms, height=0.3, color=AFTER)
+            axes.barh(y - place, row.after_ms, height=height, color=AFTER)
         if row.roofline_ms is not None:
             axes.plot([row.roofline_ms] * 2, [y - 0.38, y + 0.38], color=INK, linewidth=1.5)
-    axes.set_yticks(range(len(shown)), [f"{row.operator} · {row.phase}" for row in reversed(shown)])
-    axes.set_xlabel("milliseconds in the profiled requests  (grey: before, blue: after, black line: roofline)")
+    axes.barh([0], [0], color=BEFORE, label="before any kernel")
+    if afterwards:
+        axes.barh([0], [0], color=AFTER, label="final stack")
+    axes.plot([], [], color=INK, linewidth=1.5, label="at the roofline")
+    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    names = [f"{row.operator} · {row.phase}".strip(" ·").replace("_", " ") for row in reversed(shown)]
+    axes.set_yticks(range(len(shown)), names)
+    axes.set_xlabel("milliseconds in one profiled round")
     axes.set_ylim(-0.6, len(shown) - 0.4)
     return _png(figure)
 
 
 def trials_figure(trials: Sequence[dict[str, Any]], metric: str) -> bytes:
     """The objective by trial: kept trials as dots, failures as crosses on the axis, the best so far as a line."""
-    figure, axes = _canvas(height=2.6)
-    done = [(t["number"], t["value"]) for t in trials if t.get("value") is not None]
-    failed = [t for t in trials if t.get("value") is None and t.get("status") != "duplicate"]
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = _canvas(height=2.8)
+    done = [(t["number"], t["value"]) for t in trials if t["value"] is not None and t["status"] != "gate_failed"]
+    stock = [t for t in trials if t["value"] is not None and t["role"] != "search"]
+    failed = [t for t in trials if t["status"] not in ("complete", "duplicate")]
     if done:
         numbers, values = zip(*done, strict=True)
         axes.plot(numbers, values, "o", color=AFTER, markersize=6)
-        axes.annotate("stock", done[0], textcoords="offset points", xytext=(8, -12), fontsize=9, color=MUTED)
         lower_is_better = metric.endswith("_ms")
         best: list[float] = []
         for value in values:
             best.append(value if not best else (min if lower_is_better else max)(best[-1], value))
         axes.step(numbers, best, where="post", color=INK, linewidth=1)
-        axes.set_ylim(0, max(values) * 1.15)
+    for trial in stock:
+        again = " again" if trial["role"] == "default_again" else ""
+        axes.annotate(f"stock{again}", (trial["number"], trial["value"]), textcoords="offset points", xytext=(0, -15),
+                      fontsize=9, color=MUTED, ha="center")  # fmt: skip
     for trial in failed:
         axes.plot([trial["number"]], [0], "x", color=BAD, markersize=8, clip_on=False)
-        axes.annotate(
-            str(trial["status"]).replace("_", " "),
-            (trial["number"], 0),
-            textcoords="offset points",
-            xytext=(0, 8),
-            rotation=90,
-            fontsize=8,
-            color=BAD,
-            ha="center",
-        )
+        axes.annotate(str(trial["status"]).replace("_", " "), (trial["number"], 0), textcoords="offset points",
+                      xytext=(0, 9), rotation=90, fontsize=8, color=BAD, ha="center")  # fmt: skip
+    axes.set_ylim(0, 1.15 * max((value for _, value in done), default=1.0))
+    axes.set_xlim(min(t["number"] for t in trials) - 0.5, max(t["number"] for t in trials) + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("trial")
-    axes.set_ylabel(metric)
+    axes.set_ylabel(metric_unit(metric))
+    return _png(figure)
+
+
+def attempts_figure(attempts: Sequence[dict[str, Any]]) -> bytes:
+    """Speed-up by attempt, alone: screening as rings, confirmation as dots, what was not valid as crosses below."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = _canvas(height=2.6)
+    axes.axhline(1.0, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    highest = 1.2
+    for attempt in attempts:
+        x, estimate = attempt["number"], attempt["speedup"]
+        if attempt["status"] != "valid" or estimate is None:
+            axes.plot([x], [0], "x", color=BAD, markersize=8, clip_on=False)
+            axes.annotate(str(attempt["status"]).replace("_", " "), (x, 0), textcoords="offset points", xytext=(0, 9),
+                          rotation=90, fontsize=8, color=BAD, ha="center")  # fmt: skip
+            continue
+        confirming = attempt["mode"] == "confirm"
+        if known(attempt["low"], attempt["high"]):
+            axes.plot([x, x], [attempt["low"], attempt["high"]], color=AFTER, linewidth=2)
+            highest = max(highest, attempt["high"])
+        axes.plot([x], [estimate], "o", color=AFTER, markersize=7, markerfacecolor=AFTER if confirming else "white")
+        highest = max(highest, estimate)
+    axes.set_ylim(0, 1.1 * highest)
+    axes.set_xlim(0.5, max((attempt["number"] for attempt in attempts), default=1) + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("attempt  (ring: screened, dot: confirmed, cross: no valid measurement)")
+    axes.set_ylabel("times faster, alone")
     return _png(figure)
 
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks.report_campaigns import attempts_of
+from tasks.report_figures import attempts_figure
 from tasks.report_schema import Interval, Report
+from tasks.report_words import metric_name, metric_unit, number, pairs, ratio
 from tasks.run_state import read_json
 
 
 def run_markdown(report: Report, figures: Mapping[str, bytes]) -> str:
     """A run on one page: headline, layers, campaigns, what was refused."""
-    head = (
-        f"**{_ratio(report.speedup)}** {report.metric} over stock"
-        if report.speedup
-        else "**No confirmed speed-up yet.**"
-    )
     lines = [
         f"# {_cell(report.workload['name'])} on {_cell(report.target.get('device', '?'))}",
-        head + (", confirmed in fresh engines" if report.confirmed else ""),
+        _head(report),
         "",
-        f"Accuracy gate: **{report.accuracy.get('status')}**. {_cell(report.stop_reason)}",
+        f"Accuracy gate: **{report.accuracy['status']}**. {_cell(report.accuracy['reason'])}",
+        "",
+        _cell(report.stop_reason),
         "",
         "| layer | gain | from |",
         "|---|---|---|",
@@ -50,27 +51,36 @@ def run_markdown(report: Report, figures: Mapping[str, bytes]) -> str:
 
 
 def campaign_markdown(folder: Path, campaign_id: str) -> str:
-    """A campaign on one page; the first line says what it came to, or why it failed."""
+    """A campaign on one page; the first line says what it came to, or why it failed.
+
+    Args:
+        folder: of the run.
+        campaign_id: one of its campaigns; of one that has not begun there is little to tell.
+    """
     home = folder / "campaigns" / campaign_id
     task = (read_json(home / "campaign.json") or {}).get("task", {})
     outcome = read_json(home / "outcome.json") or {}
     idea: Mapping[str, Any] = task.get("idea", {})
     conclusion = str(outcome.get("conclusion", "unfinished")).replace("_", " ")
-    attempts = [value for file in sorted((home / "attempts").glob("*.json")) if (value := read_json(file))]
+    alone = ratio(outcome["speedup"], outcome["low"], outcome["high"]) if outcome.get("speedup") else ""
+    attempts = attempts_of(home)
+    head = f"**{conclusion}**, {alone} alone" if alone else f"**{conclusion}**"
     lines = [
-        f"**{conclusion}**: {_cell(outcome.get('reason', 'it has not concluded'))}",
+        f"{head}: {_cell(outcome.get('reason', 'it has not concluded'))}",
         "",
         f"# {_cell(task.get('problem', {}).get('name', campaign_id))}",
         f"{_cell(idea.get('hypothesis', ''))} {_cell(idea.get('derivation', ''))}",
         "",
-        "| # | mode | verdict | speed-up | claim | parameters | note |",
-        "|---|---|---|---|---|---|---|",
+        "| # | mode | verdict | times faster | claim | seconds | parameters | note |",
+        "|---|---|---|---|---|---|---|---|",
         *(
-            f"| {a['number']} | {a['mode']} | {a['status'].replace('_', ' ')} | {_of(a)} | {_figure(a['claim'])} | "
-            f"{_cell(', '.join(f'{k}={v}' for k, v in a['parameters'].items()))} | {_cell(a['note'])} |"
+            f"| {a['number']} | {a['mode']} | {_cell(str(a['status']).replace('_', ' '))} | "
+            f"{ratio(a['speedup'], a['low'], a['high'])} | {number(a['claim'])} | {number(a['seconds'])} | "
+            f"{_cell(pairs(a['parameters']))} | {_cell(a['note'])} |"
             for a in attempts
         ),
         "",
+        _picture("speed-up by attempt", attempts_figure(attempts) if attempts else None),
         "What the executor was shown:",
         "",
         *(f"    {line}" for line in str(task.get("scope", "")).splitlines()),
@@ -80,24 +90,24 @@ def campaign_markdown(folder: Path, campaign_id: str) -> str:
     return "\n".join(lines)
 
 
+def _head(report: Report) -> str:
+    if report.speedup is None:
+        return "**Stock stays: nothing was promoted.**" if report.status == "finished" else "**Not measured yet.**"
+    name = f"{metric_name(report.metric)} ({metric_unit(report.metric)})"
+    head = f"**{_ratio(report.speedup)}** as good as stock in {name}"
+    return (
+        f"{head}, confirmed in fresh engines" if report.confirmed else f"{head}, **rejected**: {_cell(report.decision)}"
+    )
+
+
 def _ratio(value: Interval | None) -> str:
-    return "–" if value is None else f"{value.estimate:.2f}× [{value.low:.2f}, {value.high:.2f}]"
-
-
-def _of(attempt: Mapping[str, Any]) -> str:
-    if attempt["speedup"] is None:
-        return "–"
-    return f"{attempt['speedup']:.2f}× [{attempt['low']:.2f}, {attempt['high']:.2f}]"
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return "–" if value is None else ratio(value.estimate, value.low, value.high)
 
 
 def _cell(text: Any) -> str:
-    """Text inside a table cell: no markup, no line breaks."""
-    escaped = str(text).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
-    return " ".join(escaped.split())
+    """Text inside a table cell: no markup, no links or pictures, no line breaks."""
+    escaped = str(text).replace("&", "&amp;").replace("<", "&lt;")
+    return " ".join(re.sub(r"([\\`*_\[\]|])", r"\\\1", escaped).split())
 
 
 def _picture(name: str, png: bytes | None) -> str:

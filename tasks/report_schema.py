@@ -40,6 +40,8 @@ class MeasuredRow(Record):
     """The resolved settings, every knob with the value in force."""
     settings_hash: str
     kernels: tuple[str, ...]
+    value: float | None = None
+    """The workload's objective: median over the rounds, in the metric's unit."""
     metrics: dict[str, float | None]
     """Metric by name with its unit in the name: `output_tokens_per_s`, `ttft_p50_ms`, `tpot_p95_ms`, `failed`, ..."""
     rounds: int
@@ -64,7 +66,9 @@ class CampaignRow(Record):
     """One campaign and everything that the ruler said in it."""
 
     campaign_id: str
+    round: int = 0
     hypothesis: str
+    layer: Literal["settings", "framework", "kernel"] = "kernel"
     operator: str
     problem: str
     lever: str
@@ -112,6 +116,8 @@ class StackReport(Record):
 
     stack_id: str
     folder: str
+    standing: Literal["confirmed", "provisional", "rejected"] = "provisional"
+    """`confirmed` against stock in fresh engines; `provisional` until then; `rejected` by that: not to be deployed."""
     settings: dict[str, Any]
     kernels: tuple[KernelInStack, ...]
 
@@ -135,17 +141,24 @@ class Report(Record):
     stop_reason: str
     metric: str
     speedup: Interval | None
-    """The final stack over stock, in fresh engines. None when it could not be confirmed; `stop_reason` says why."""
+    """The final stack over stock, in fresh engines. None before that was measured, and where stock stays."""
     confirmed: bool
-    """True when the headline comes from the final confirmation, False when it is the product of earlier comparisons."""
+    """True when that comparison decided for the final stack: faster for sure, and through every gate."""
+    decision: str = ""
+    """Why it was decided so; empty before."""
     by_layer: tuple[LayerGain, ...]
     accuracy: dict[str, Any]
-    """Gate, figures, thresholds and the power of the test."""
+    """`status`, `reason` (with the power of the test), `measured_on`, `scored_tokens`, `stock_tokens` and `checks`:
+    `name`, `status`, `value`, `limit`, `detectable` (smallest worsening that would have been seen), `detail`."""
     baseline: MeasuredRow | None
     best: MeasuredRow | None
     peers: tuple[dict[str, Any], ...]
     operators: tuple[OperatorRow, ...]
+    profile: dict[str, Any] = {}
+    """`wall_ms`, `attributed_share` and `notes` of the first profile; `after_wall_ms` of the final stack's."""
     trials: tuple[dict[str, Any], ...]
+    settings_search: dict[str, Any] = {}
+    """`best` (knobs), `reason`, `drift` (of the defaults, |last / first − 1|) and `stopped`."""
     ideas: tuple[dict[str, Any], ...]
     campaigns: tuple[CampaignRow, ...]
     refused: tuple[Refusal, ...]

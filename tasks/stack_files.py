@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.errors import InputError
+from kernels.identity import content_hash
 from profiles.engines.base import Promoted, Stack
 from tasks.codec import from_json, to_json
 from tasks.run_state import read_json, write_json
@@ -44,11 +45,11 @@ if __name__ == "__main__":
 '''
 
 
-def write_stack(stack: Stack, folder: Path) -> Path:
+def write_stack(stack: Stack, folder: Path, *, note: str = "") -> Path:
     """Write the stack into `folder`, which is replaced as a whole.
 
     `stack.json` holds the settings and, per kernel, the problem (without the ruler's hidden shapes), the judged shapes
-    and the hashes; the sources lie beside it in `kernels/`.
+    and the hashes; the sources lie beside it in `kernels/`. `note` says in the README what the stack is worth.
     """
     fresh = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -68,9 +69,9 @@ def write_stack(stack: Stack, folder: Path) -> Path:
             }
         )
     head = {"schema_version": 1, "id": stack.id, "settings": to_json(stack.settings), "kernels": rows}
-    write_json(fresh / "stack.json", head)
+    write_json(fresh / "stack.json", head | {"hash": content_hash(head)})
     (fresh / "apply.py").write_text(APPLY, encoding="utf-8")
-    (fresh / "README.md").write_text(_readme(stack), encoding="utf-8")
+    (fresh / "README.md").write_text(_readme(stack, note), encoding="utf-8")
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -84,12 +85,15 @@ def read_stack(folder: Path) -> Stack:
     """The stack that lies in `folder`.
 
     Raises:
-        InputError: there is none, or a kernel's source is not the one that was judged.
+        InputError: there is none, `stack.json` was edited, or a kernel's source is not the one that was judged.
     """
     held = read_json(folder / "stack.json")
     if not isinstance(held, dict) or held.get("schema_version") != 1:
         raise InputError("there is no stack here that this version can read.", file=folder / "stack.json",
                          remedy="Name a folder that a run wrote: runs/<run>/stack.")  # fmt: skip
+    if held.pop("hash", None) != content_hash(held):
+        raise InputError("this file was changed after it was written: its hash is another one.",
+                         file=folder / "stack.json", remedy="Write it anew with `roofloop report`.")  # fmt: skip
     kernels = []
     for row in held["kernels"]:
         file = folder / row["file"]
@@ -121,11 +125,11 @@ def kernel_file(kernel: Promoted) -> str:
     return f"kernels/{kernel.problem.operator}-{kernel.candidate.id[:8]}{suffix}"
 
 
-def _readme(stack: Stack) -> str:
+def _readme(stack: Stack, note: str) -> str:
     knobs = "\n".join(f"- `{name}` = `{value}`" for name, value in stack.settings.knobs.items()) or "- all defaults"
     kernels = "\n".join(f"- `{kernel_file(kernel)}`: {kernel.problem.name}" for kernel in stack.kernels) or "- none"
     return (
-        f"# Stack {stack.id}\n\nEngine `{stack.settings.engine}` with these knobs:\n\n{knobs}\n\nPromoted kernels:\n\n"
-        f"{kernels}\n\n`python apply.py MODEL_FOLDER` shows how they are put into a model. A call whose shape, "
-        "dtype or device was not judged takes the stock path.\n"
+        f"# Stack {stack.id}\n\n{note}\n\nEngine `{stack.settings.engine}` with these knobs:\n\n{knobs}\n\n"
+        f"Promoted kernels:\n\n{kernels}\n\n`python apply.py MODEL_FOLDER` shows how they are put into a model. "
+        "A call whose shape, dtype or device was not judged takes the stock path.\n"
     )
