@@ -141,7 +141,8 @@ def optimize(workload: str, workspace_root: str = ".", models: str = "", run_id:
             artifacts.run_page(run, store)
             number += 1
         final = steps.final(lab, store, reference, baseline, plan.stack, stop)
-    steps.profile_after(lab, from_json(Stack, final["stack"]), reserve_s=5.0)
+    stack = from_json(Stack, final["stack"])
+    steps.profile_after(lab, stack, plan.profiles.get(stack.id), reserve_s=5.0)
     artifacts.run_page(run, store)
     return {"run_id": run_id, "stop": stop, "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
 

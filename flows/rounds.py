@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prefect import task
@@ -73,6 +73,8 @@ class Course:
     """Campaigns begun so far."""
     tests: int = 0
     """End-to-end tests made so far: the i-th has its share of the 5 % for one false keep in the run."""
+    profiles: dict[str, tuple[OperatorProfile, int]] = field(default_factory=dict)
+    """Profile and threads by stack id, of the stacks that were profiled when they were tested."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,7 @@ def run_round(course: Course, number: int) -> str:
         return str(plan["stop"])
     done = _campaigns(course, number, context, plan["campaigns"])
     winners = _record_campaigns(course, context, done, found.opportunities)
-    for group in _groups(course, winners):
-        _evaluate(course, number, group, profile, found.opportunities)
+    _promote(course, number, winners, profile, found.opportunities)
     return ""
 
 
@@ -110,7 +111,7 @@ def _profile(course: Course, number: int) -> tuple[OperatorProfile, int]:
     lab, stack = course.lab, course.stack
 
     def work() -> dict[str, Any]:
-        profile, threads = lab.profile(stack, f"profile-{number}")
+        profile, threads = course.profiles.get(stack.id) or lab.profile(stack, f"profile-{number}")
         _remember_profile(course, number, profile)
         return {"profile": profile, "threads": threads}
 
@@ -204,9 +205,10 @@ def _plan(course: Course, number: int, context: PlanContext, found: profiling.Fo
         for idea in plan.ideas:
             key = campaign_id(run.run_id, idea.id, idea.problem_id or "", run.record.fingerprint, threads)
             work_s = context.campaign_s
+            opportunity = next(o for o in context.opportunities if o.problem.name == idea.problem_name)
             one = task_for(
                 course.store, context, idea, campaign_id=key, budget_s=work_s, threads=threads,
-                builds=lab.workspace.builds,
+                builds=lab.workspace.builds, cache_state=lab.cache_state(opportunity.problem),
             )  # fmt: skip
             provenance = lab.provenance(course.base.resolved.version)
             write_campaign(
@@ -302,13 +304,23 @@ def _record_campaigns(
     return winners
 
 
-def _groups(course: Course, winners: list[_Winner]) -> list[list[_Winner]]:
-    """Winners one by one where the time allows it, else all in one test: promoted or rejected together."""
-    if not winners:
-        return []
-    spare_s = course.lab.run.clock.left_s() - course.costs.compare_s - course.costs.profile_s
-    one_by_one = spare_s >= len(winners) * (course.costs.compare_s + course.costs.profile_s)
-    return [[winner] for winner in winners] if one_by_one else [winners]
+def _promote(
+    course: Course,
+    number: int,
+    winners: list[_Winner],
+    before: OperatorProfile,
+    opportunities: tuple[Opportunity, ...],
+) -> None:
+    """All winners in one test, which is the cheapest; where that fails, one by one as far as the time goes."""
+    groups = [winners] if winners else []
+    if len(winners) > 1:
+        groups += [[winner] for winner in winners]
+    for group in groups:
+        spare_s = course.lab.run.clock.left_s() - course.costs.compare_s
+        if len(group) < len(winners) and spare_s < course.costs.compare_s + course.costs.profile_s:
+            return
+        if _evaluate(course, number, group, before, opportunities) and len(group) == len(winners):
+            return
 
 
 def _evaluate(
@@ -317,7 +329,8 @@ def _evaluate(
     group: list[_Winner],
     before: OperatorProfile,
     opportunities: tuple[Opportunity, ...],
-) -> None:
+) -> bool:
+    """Measure the stack with the group's kernels against the stack in force; True when they are promoted."""
     lab, run, stack = course.lab, course.lab.run, course.stack
     fresh = Stack(stack.settings, (*_kept(stack, group), *(winner.promoted for winner in group)))
     names = " + ".join(winner.task.problem.name for winner in group)
@@ -343,7 +356,10 @@ def _evaluate(
             raw=run.folder / raw,
             progress=lambda text, _: current().detail(f"{names}: {text}"),
         )
-        further = _neighbours(course, fresh, group, before, found)
+        profiled: tuple[OperatorProfile, int] | None = None
+        if found.verdict == "above":  # only where there is a gain to lose
+            profiled = lab.profile(fresh, f"profile-with-{group[0].task.campaign_id}")
+        further = () if profiled is None else _neighbours(group, before, profiled[0], found)
         decision = decide(found, further=further)
         rows = _rows(course, group, found, decision, fresh, raw)
         for row in rows:
@@ -352,6 +368,7 @@ def _evaluate(
         return {
             "end_to_end": rows[0], "decision": decision, "stack": fresh if promoted else stack, "promoted": promoted,
             "comparison": found, "campaigns": [winner.task.campaign_id for winner in group],
+            "profile": profiled and profiled[0], "threads": profiled and profiled[1],
         }  # fmt: skip
 
     def said(held: dict[str, Any]) -> str:
@@ -359,12 +376,16 @@ def _evaluate(
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}× [{row['low']:.2f}, {row['high']:.2f}], "
         return f"{ratio}{held['decision']['decision']}. {held['decision']['reason']}"
 
-    name = f"{number}40-evaluate-{group[0].task.campaign_id}"
+    ids = [winner.task.campaign_id for winner in group]
+    name = f"{number}40-evaluate-{ids[0] if len(ids) == 1 else content_hash(ids)[:16]}"
     held = step(run, name, run.key("evaluate", fresh.id, stack.id), f"End to end: {names}", work, said, retries=1)
     course.stack = from_json(Stack, held["stack"])
     value = held["comparison"]["b_value"]
     if held["promoted"] and value is not None:
         current().best(f"with {names}, {value:.4g} {lab.workload.objective}")
+    if held.get("profile"):
+        course.profiles[fresh.id] = from_json(OperatorProfile, held["profile"]), int(held["threads"])
+    return bool(held["promoted"])
 
 
 def _kept(stack: Stack, group: list[_Winner]) -> list[Promoted]:
@@ -382,12 +403,9 @@ def _amdahl(group: list[_Winner], opportunities: tuple[Opportunity, ...]) -> flo
 
 
 def _neighbours(
-    course: Course, fresh: Stack, group: list[_Winner], before: OperatorProfile, found: Comparison
+    group: list[_Winner], before: OperatorProfile, profile: OperatorProfile, found: Comparison
 ) -> tuple[str, ...]:
-    """Whether the operators that were not touched became slower; looked at only where there is a gain to lose."""
-    if found.verdict != "above":
-        return ()
-    profile, _ = course.lab.profile(fresh, f"profile-with-{group[0].task.campaign_id}")
+    """Whether the operators that were not touched became slower."""
     touched = {winner.task.problem.operator for winner in group}
     for winner in group:
         touched |= {one for row in before.rows if row.operator == winner.task.problem.operator for one in row.covers}

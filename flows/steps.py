@@ -15,8 +15,10 @@ from profiles import ceilings, models
 from profiles.engines import knob_specs
 from profiles.engines.base import Settings, Stack
 from profiles.load import check_context, check_knobs, check_physics, load_target
+from profiles.operators import Profile
 from profiles.reference import Reference
 from profiles.target import Target
+from profiles.workload import higher_is_better
 from tasks import bringup, search
 from tasks.codec import from_json, to_json
 from tasks.evaluate import compare
@@ -28,8 +30,11 @@ from tasks.search import Confirmation, Measured, SearchResult
 from tasks.stage import run_stage
 from tasks.workspace import Workspace
 
-SETTINGS_SHARE = 0.5
+SETTINGS_SHARE = 0.35
 """Most of the time left after the baseline that the settings search may take, its confirmation included."""
+HOPELESS = 0.85
+"""Share of the best trial's value that a trial's first round must reach to be measured further: less than that is more
+than rounds differ by chance on a noisy machine (up to 9 %)."""
 
 
 def step(  # noqa: PLR0917
@@ -161,8 +166,16 @@ def settings(lab: Lab, store: Store, reference: Reference, base: PointFigures) -
         value = "–" if trial.value is None else f"{trial.value:.4g}"
         current().detail(f"trial {trial.number}: {trial.status}, {value} {workload.objective}")
 
-    def measure(asked: Settings) -> Measured:
-        figures = lab.measure(Stack(asked), "trial", reference, run.seed("settings"))
+    def measure(asked: Settings, best: float | None) -> Measured:
+        sign = 1 if higher_is_better(workload.objective) else -1
+        figures = lab.measure(
+            Stack(asked),
+            "trial",
+            reference,
+            run.seed("settings"),
+            hopeless=None if best is None else lambda value: (value / best) ** sign < HOPELESS,
+            distance=None if asked.knobs else base.distance,
+        )
         return measured(workload, figures, base.distance)
 
     def confirm(winner: Settings, default: Settings) -> Confirmation:
@@ -175,6 +188,7 @@ def settings(lab: Lab, store: Store, reference: Reference, base: PointFigures) -
             max_pairs=6,
             deadline=time.monotonic() + lab.run.clock.left_s() / 3,
             seed=run.seed("confirm-settings"),
+            stock=base.distance,
             raw=run.folder / "raw" / f"settings-{content_hash(winner.knobs)[:8]}.json",
             about={"purpose": "settings"},
             progress=lambda text, _: current().detail(text),
@@ -281,13 +295,13 @@ def final(  # noqa: PLR0917
     return dict(held)
 
 
-def profile_after(lab: Lab, stack: Stack, *, reserve_s: float) -> None:
+def profile_after(lab: Lab, stack: Stack, known: tuple[Profile, int] | None, *, reserve_s: float) -> None:
     """The final stack's profile, for the picture of before and after; left out when the budget is gone."""
-    if not stack.kernels or lab.run.clock.left_s() < reserve_s:
+    if not stack.kernels or (known is None and lab.run.clock.left_s() < reserve_s):
         return
 
     def work() -> dict[str, Any]:
-        profile, threads = lab.profile(stack, "profile-after")
+        profile, threads = known or lab.profile(stack, "profile-after")
         return {"profile": profile, "threads": threads}
 
     step(lab.run, "905-profile-after", lab.run.key("after", stack.id), "Profile of the final stack", work)

@@ -185,7 +185,10 @@ class Trial(Record):
     knobs: dict[str, str | int | float | bool]
     resolved_hash: str | None = None
     resolved: dict[str, Any] = {}
-    status: Literal["complete", "duplicate", "crash", "out_of_memory", "hang", "refused", "start", "gate_failed"]
+    status: Literal[
+        "complete", "duplicate", "pruned", "crash", "out_of_memory", "hang", "refused", "start", "gate_failed"
+    ]
+    """`pruned`: measured in one round only, which was far from the best trial's."""
     metric: str
     value: float | None = None
     gates: dict[str, Any] = {}

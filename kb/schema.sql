@@ -42,7 +42,7 @@ CREATE TABLE trials ( -- Trials of the settings search.
   knobs JSON, -- knobs as asked for
   resolved_hash VARCHAR, -- identity: hash of what the engine made of them
   resolved JSON, -- what the engine made of them
-  status VARCHAR, -- complete, duplicate, crash, out_of_memory, hang, refused, start, gate_failed
+  status VARCHAR, -- complete, duplicate, pruned, crash, out_of_memory, hang, refused, start, gate_failed
   metric VARCHAR, -- the workload's objective
   value DOUBLE, -- in the metric's unit (its name ends in it)
   gates JSON, -- figures of the gates

@@ -171,6 +171,8 @@ class Measurement(Record):
     """(largest − smallest) / median over rounds."""
     stable: bool
     """Whether the last two rounds lie within the tolerance."""
+    pruned: bool = False
+    """Given up after one round, which was far from the best known."""
     note: str = ""
     """Why there is no value, or why it is not stable."""
 

@@ -140,9 +140,14 @@ def measure(
     deadline: float | None = None,
     stall_s: float = 120.0,
     progress: Callable[[Round], None] | None = None,
+    warm_up_tokens: int | None = None,
+    hopeless: Callable[[float], bool] | None = None,
 ) -> Measurement:
     """Measure an engine that is idle between rounds: the first round warms up and is thrown away; then rounds until the
     last two lie within `tolerance` of each other, at least `min_rounds`, at most `max_rounds`.
+
+    `warm_up_tokens` caps the output of the warm-up. Where `hopeless` says so of the first kept round's figure, that
+    round is all: the measurement is `pruned`.
 
     Round r gets the visible prompts of seed `1000·seed + r`, so engines measured with one seed see the same; with a
     `secret` it gets hidden prompts of its own instead. After `deadline` (`time.monotonic()`) no further round starts
@@ -152,13 +157,16 @@ def measure(
         EngineFailure: as for `run_round`.
     """
     rounds: list[Round] = []
-    note = ""
+    note, pruned = "", False
     for number in range(max_rounds + 1):
         mine = 1000 * seed + number
         key = None if secret is None else hashlib.sha256(secret + number.to_bytes(4)).digest()
         prompts = draw_prompts(source, traffic, mine, key)
+        spec = traffic
+        if number == 0 and warm_up_tokens is not None:
+            spec = traffic.model_copy(update={"output_tokens": min(traffic.output_tokens, warm_up_tokens)})
         found = run_round(
-            engine, traffic, prompts, seed=mine, gates=gates, hidden=key is not None, stall_s=stall_s
+            engine, spec, prompts, seed=mine, gates=gates, hidden=key is not None, stall_s=stall_s
         )  # fmt: skip
         if not found.ok or found.metric(metric) is None:
             rounds.append(found)
@@ -171,6 +179,9 @@ def measure(
         if progress is not None:
             progress(found)
         last = [r.metric(metric) or 0.0 for r in rounds[-2:]]
+        if len(rounds) == 1 and hopeless is not None and hopeless(last[0]):
+            pruned = True
+            break
         late = deadline is not None and time.monotonic() > deadline
         if len(rounds) >= min_rounds and (relative_spread(last) <= tolerance or late):
             break
@@ -178,7 +189,9 @@ def measure(
     if note or not values:
         return Measurement(metric=metric, rounds=tuple(rounds), value=None, spread=0.0, stable=False, note=note)
     stable = len(values) >= 2 and relative_spread(values[-2:]) <= tolerance
-    if not stable:
+    if pruned:
+        note = "far from the best after one round"
+    elif not stable:
         note = f"the last two of {len(values)} rounds do not lie within {tolerance:.0%} of each other"
     return Measurement(
         metric=metric,
@@ -186,6 +199,7 @@ def measure(
         value=statistics.median(values),
         spread=relative_spread(values),
         stable=stable,
+        pruned=pruned,
         note=note,
     )
 

@@ -1,10 +1,13 @@
-"""The ruler as campaigns use it: builds run side by side, measurements one at a time per device."""
+"""The ruler as campaigns use it: measurements one at a time per device, builds beside them where a core is spare."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kernels.ruler.build import BuildFailed, build
 from kernels.ruler.floor import Ceilings
@@ -30,8 +33,13 @@ class Bench:
     """Ceilings for a problem's working set; None where the target's are not trusted."""
     confinement: str = "best"
     """Least level that is good enough; `best` takes the best there is."""
-    screen_s: float = 6.0
-    confirm_s: float = 25.0
+    screen_s: float = 3.0
+    confirm_s: float = 15.0
+    cache_state: Literal["warm", "cold"] = "warm"
+
+    def _spare_core(self) -> bool:
+        """Whether a compiler may run beside a measurement without being measured too."""
+        return self.device != "cpu" or (os.cpu_count() or 1) > self.threads
 
     def judge(self, problem: Problem, candidate: Candidate, mode: Mode) -> Verdict:
         """Build, wait for the device, judge. A bad candidate is a verdict; only a broken machine raises."""
@@ -47,10 +55,13 @@ class Bench:
                 builds=self.builds,
                 budget_s=self.screen_s if mode == "screen" else self.confirm_s,
                 confinement=self.confinement,
+                cache_state=self.cache_state,
+                thorough=mode == "confirm",
             )
 
         try:
-            build(candidate, problem, self.builds)
+            with contextlib.nullcontext() if self._spare_core() else device_lease(self.leases, self.device):
+                build(candidate, problem, self.builds)
         except BuildFailed:
             return measure()  # ends at the build: nothing is timed, so it need not wait for the device
         with device_lease(self.leases, self.device):

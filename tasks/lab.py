@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from kb.records import Provenance
+from kernels.ruler.inputs import layout
 from kernels.ruler.lease import device_lease, host_leases
-from profiles import accuracy, traffic
+from kernels.ruler.spec import Problem
+from profiles import accuracy, machine, traffic
 from profiles.accuracy import Distance
 from profiles.engines import open_engine
 from profiles.engines.base import Engine, EngineFailure, GenerateRequest, Resolved, Settings, Stack
@@ -34,6 +37,7 @@ from tasks.workspace import Workspace
 P = ParamSpec("P")
 T = TypeVar("T")
 
+WARM_UP_TOKENS = 32
 SCORED_REQUESTS = 8
 """Timed requests that the reference scores for one point of the settings search."""
 
@@ -93,6 +97,21 @@ class Lab:
             log=log,
         )
 
+    def cache_state(self, problem: Problem) -> Literal["warm", "cold"]:
+        """`cold` for a problem that reads mostly weights, where the model has more of them than the caches hold.
+
+        What is left, activations, was written a moment before in the model too.
+        """
+        weights = sum(file.stat().st_size for file in self.model_dir.glob("*.safetensors"))
+        held = max(machine.caches(machine.usable_cpus()).values(), default=0)
+        if weights <= held or not any(tensor.constant for tensor in problem.inputs):
+            return "warm"
+        one = layout(problem, problem.visible[0], 1)
+        constant = sum(
+            place.bytes for tensor, place in zip(problem.inputs, one.inputs, strict=True) if place and tensor.constant
+        )
+        return "cold" if 2 * constant > one.input_bytes else "warm"
+
     def provenance(self, engine: str) -> Provenance:
         """Under which versions this run measures."""
         versions = self.run.record.versions
@@ -114,15 +133,41 @@ class Lab:
 
         return held
 
-    def measure(self, stack: Stack, name: str, reference: Reference, seed: int) -> PointFigures:
+    def measure(
+        self,
+        stack: Stack,
+        name: str,
+        reference: Reference,
+        seed: int,
+        *,
+        hopeless: Callable[[float], bool] | None = None,
+        distance: Distance | None = None,
+    ) -> PointFigures:
         """Bring the stack up, serve rounds of visible prompts, score what was emitted.
+
+        Args:
+            stack: what to measure.
+            name: of the engine's log and of the raw file.
+            reference: started.
+            seed: decides the prompts.
+            hopeless: whether the first round's figure is too far from the best to go on; such a point's accuracy is not
+                looked at either.
+            distance: from the reference, where it is known; then it is not measured.
 
         Raises:
             EngineFailure: the engine or the reference failed, or a request did.
         """
-        return self.alone(self._measure)(stack, name, reference, seed)
+        return self.alone(self._measure)(stack, name, reference, seed, hopeless, distance)
 
-    def _measure(self, stack: Stack, name: str, reference: Reference, seed: int) -> PointFigures:
+    def _measure(  # noqa: PLR0917
+        self,
+        stack: Stack,
+        name: str,
+        reference: Reference,
+        seed: int,
+        hopeless: Callable[[float], bool] | None,
+        distance: Distance | None,
+    ) -> PointFigures:
         engine = self.open(stack, name)
         began = time.monotonic()
         try:
@@ -136,11 +181,17 @@ class Lab:
                 max_rounds=3,
                 seed=seed,
                 gates=self.workload.gates,
+                # What is compiled on the way is compiled for lengths that a short warm-up would not reach.
+                warm_up_tokens=None if stack.settings.knobs.get("torch_compile") else WARM_UP_TOKENS,
+                hopeless=hopeless,
             )
             if found.value is None:
                 raise EngineFailure("refused", found.note)
             served = time.monotonic()
-            distance = self._distance(engine, found, reference)
+            if distance is None:
+                distance = Distance(sample=accuracy.Sample())
+                if not found.pruned:
+                    distance = self._distance(engine, found, reference)
             raw = self.run.folder / "raw" / f"{name}.json"
             traffic.write_raw(raw, found.rounds, {"purpose": name, "stack": stack.id})
         finally:
@@ -153,7 +204,7 @@ class Lab:
             rounds=len(found.rounds),
             distance=distance,
             start_s=started - began,
-            round_s=(served - started) / (len(found.rounds) + 1),
+            round_s=statistics.median(one.summary.duration_s for one in found.rounds),
             accuracy_s=time.monotonic() - served,
         )
 
@@ -213,6 +264,7 @@ def measured(workload: Workload, figures: PointFigures, stock_distance: Distance
         resolved=figures.resolved.config,
         value=value,
         gates=gates_of(workload, figures, stock_distance),
+        pruned=figures.measurement.pruned,
     )
 
 
@@ -232,7 +284,7 @@ def gates_of(workload: Workload, figures: PointFigures, stock_distance: Distance
         ok = None if value is None else value <= limit
         reason = "" if ok else f"{name} is {value:.3g}, over {limit:.3g}" if value is not None else f"{name} is unknown"
         gates[name] = Gate(value, limit, ok, reason)
-    if limits.accuracy.enabled:
+    if limits.accuracy.enabled and not figures.measurement.pruned:
         verdict = accuracy.judge(limits.accuracy, figures.distance, stock_distance)
         ok = {"pass": True, "fail": False}.get(verdict.status)
         gates["accuracy"] = Gate(None, None, ok, "" if ok else verdict.reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kb import clock, crashes, ideas, lessons, rules, score
 from kb.records import Attempt, Claim, Idea, Layer, Scope
@@ -201,6 +202,7 @@ def task_for(
     budget_s: float,
     threads: int,
     builds: Path,
+    cache_state: Literal["warm", "cold"] = "warm",
     languages: Sequence[str] = ("cpp",),
     finished: Sequence[Attempt] = (),
 ) -> CampaignTask:
@@ -244,8 +246,8 @@ def task_for(
     return CampaignTask(
         campaign_id=campaign_id, idea=idea, problem=one.problem, families=families, languages=tuple(languages),
         budget_s=budget_s, seed=int(content_hash([context.seed, idea.id])[:8], 16), threads=threads, builds=builds,
-        scope=text, scope_id=scope.id, warm_starts=starts, crash_sets=tuple(bad), finished=tuple(finished),
-        tokens=context.left.tokens, dollars=context.left.dollars,
+        cache_state=cache_state, scope=text, scope_id=scope.id, warm_starts=starts, crash_sets=tuple(bad),
+        finished=tuple(finished), tokens=context.left.tokens, dollars=context.left.dollars,
     )  # fmt: skip
 
 

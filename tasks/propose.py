@@ -22,6 +22,8 @@ from profiles.workload import Workload, higher_is_better
 ENUMERABLE = 40
 """Up to so many points all are ordered by prediction; above, Optuna proposes."""
 FAILURES = ("crash", "out_of_memory", "hang", "refused", "start")
+MEASURED = ("complete", "duplicate", "pruned")
+"""Statuses of trials whose value counts; only the first can win."""
 Point = tuple[Knob, ...]
 """One choice per searched knob, in the order of the knobs."""
 
@@ -288,7 +290,7 @@ def _tpe(
 
 
 def _good(trial: Trial) -> bool:
-    return trial.status in ("complete", "duplicate")
+    return trial.status in MEASURED
 
 
 def _excluded(space: Space, point: Point, excluded: Sequence[tuple[Mapping[str, Knob], str]]) -> bool:

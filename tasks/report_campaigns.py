@@ -10,6 +10,7 @@ from kb import queries
 from kb.store import Store
 from kernels.errors import InputError
 from kernels.ruler.verdict import Verdict, visible
+from tasks.propose import MEASURED
 from tasks.report_layers import interval
 from tasks.report_schema import CampaignRow, Interval, Refusal
 from tasks.report_words import pairs
@@ -135,7 +136,7 @@ def refused_of(
 def _settings(search: Mapping[str, Any]) -> list[Refusal]:
     found = []
     for trial in search.get("trials", ()):
-        if trial["status"] not in ("complete", "duplicate"):
+        if trial["status"] not in MEASURED:
             reason = f"{trial['status'].replace('_', ' ')}: {trial['reason']}"
             what = pairs(trial["knobs"]) or "the engine's defaults"
             found.append(Refusal(what=what, layer="settings", stage="settings", reason=reason))

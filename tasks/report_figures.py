@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tasks.propose import MEASURED
 from tasks.report_schema import Interval, LayerGain, OperatorRow
 from tasks.report_words import known, metric_unit
 
@@ -77,7 +78,7 @@ def trials_figure(trials: Sequence[dict[str, Any]], metric: str) -> bytes:
     figure, axes = _canvas(height=2.8)
     done = [(t["number"], t["value"]) for t in trials if t["value"] is not None and t["status"] != "gate_failed"]
     stock = [t for t in trials if t["value"] is not None and t["role"] != "search"]
-    failed = [t for t in trials if t["status"] not in ("complete", "duplicate")]
+    failed = [t for t in trials if t["status"] not in MEASURED]
     if done:
         numbers, values = zip(*done, strict=True)
         axes.plot(numbers, values, "o", color=AFTER, markersize=6)

@@ -45,6 +45,8 @@ class Measured:
     value: float
     """The workload's objective, in its unit."""
     gates: Mapping[str, Gate]
+    pruned: bool = False
+    """Given up after one round: too far from the best trial so far to become it."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class SearchResult:
 def search(
     workload: Workload,
     knobs: Sequence[KnobSpec],
-    measure: Callable[[Settings], Measured],
+    measure: Callable[[Settings, float | None], Measured],
     finished: Sequence[Trial],
     record: Callable[[Trial], None],
     *,
@@ -102,7 +104,8 @@ def search(
     Args:
         workload: objective, gates, knobs that are held or limited, and `budget.settings_trials`.
         knobs: the engine's knobs, the most promising first.
-        measure: runs the engine; raises EngineFailure when it cannot.
+        measure: runs the engine at these settings; raises EngineFailure when it cannot. Told the best trial's value so
+            far (None for a trial that must be measured in full), it may prune.
         finished: trials of this run that were recorded before; none is repeated.
         record: called with each new trial as soon as it is measured; must be durable when it returns.
         run_id: the run that the trials belong to.
@@ -121,7 +124,14 @@ def search(
 
     def run(asked: dict[str, Knob], role: Any) -> None:
         number = max((t.number for t in trials), default=-1) + 1
-        trial = _try(workload, asked, number, role, measure, trials, run_id, provenance, clock)
+        known = [t.value for t in trials if t.status == "complete" and t.value is not None]
+        pick = max if higher_is_better(workload.objective) else min
+        best = pick(known) if known and role == "search" else None
+
+        def at(settings: Settings) -> Measured:
+            return measure(settings, best)
+
+        trial = _try(workload, asked, number, role, at, trials, run_id, provenance, clock)
         record(trial)
         trials.append(trial)
 
@@ -186,6 +196,8 @@ def _try(  # noqa: PLR0917
             status, reason = "gate_failed", "; ".join(missed) or f"the objective came out as {got.value}"
         elif twin is not None and role == "search":
             status, reason = "duplicate", f"resolves to the same settings as trial {twin}"
+        elif got.pruned:
+            status, reason = "pruned", "its first round was far from the best trial"
         fields = {
             "status": status,
             "reason": reason,

@@ -116,6 +116,26 @@ def test_confirm_measures_every_visible_shape_with_the_baseline_beside_itself(bu
     assert "twin" in verdict.raw["rows=8,cols=576"]
 
 
+def test_a_spent_budget_still_gives_every_shape_an_interval(builds):
+    problem = dataclasses.replace(SMALL["softmax"], visible=({"rows": 16, "cols": 256}, {"rows": 256, "cols": 2048}))
+    verdict = run(problem, problem.reference, builds, mode="confirm", budget_s=0.01)
+    assert [result.speedup.n >= 6 for result in verdict.per_shape] == [True, True]
+    assert all(result.speedup.low > 0 for result in verdict.per_shape)
+
+
+def test_a_quick_screen_checks_less_and_confirming_never_does(builds):
+    """What is wrong at the second visible shape only passes where it is merely to be chosen among others."""
+    problem = dataclasses.replace(
+        SMALL["softmax"],
+        visible=({"rows": 16, "cols": 256}, {"rows": 4, "cols": 96}),
+        hidden=({"rows": 3, "cols": 64},),
+    )
+    wrong = problem.reference.replace("return", "return x * 0 if x.shape[-1] == 96 else", 1)
+    assert run(problem, wrong, builds, thorough=False).status in ("valid", "unresolved")
+    assert run(problem, wrong, builds).status == "incorrect"
+    assert run(problem, wrong, builds, mode="confirm", thorough=False).status == "incorrect"
+
+
 @pytest.mark.parametrize(
     ("source", "status", "words"),
     [

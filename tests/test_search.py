@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ class Bench:
         self.knobs, self.rule, self.gates = knobs, rule or (lambda full: None), gates or (lambda full: {})
         self.calls, self.trials = [], []
 
-    def measure(self, settings):
+    def measure(self, settings, best=None):
+        self.best = best
         full = {k.name: k.default for k in self.knobs} | settings.knobs
         self.calls.append(full)
         self.rule(full)
@@ -86,6 +88,27 @@ def test_defaults_come_first_and_last_and_the_best_wins():
     assert [e.knob for e in result.effects][:2] == ["threads", "compile"]
     assert result.effects[0].ratio == pytest.approx(1.2)
     assert result.stopped == "every valid combination was tried" or len(asked(result, "search")) == 23
+
+
+def test_a_pruned_trial_is_known_but_cannot_win():
+    """The best so far is told for each trial of the search, never for the defaults; what is pruned stays a figure."""
+    told = []
+
+    class Pruning(Bench):
+        def measure(self, settings, best=None):
+            got = super().measure(settings, best)
+            told.append((dict(settings.knobs), best))
+            return replace(got, pruned=best is not None and got.value / best < 0.99)
+
+    bench = Pruning()
+    result = bench.run(trials=24)
+    assert [best for knobs, best in told if not knobs] == [None, None]
+    assert next(best for knobs, best in told if knobs) == 100.0
+    pruned = [t for t in result.trials if t.status == "pruned"]
+    assert pruned
+    assert all(t.value is not None and "first round" in t.reason for t in pruned)
+    assert result.best.knobs == {"threads": 1, "compile": True}
+    assert max(t.value for t in pruned) < max(t.value for t in result.trials)
 
 
 def test_one_factor_at_a_time_then_the_combination():
@@ -170,8 +193,8 @@ def test_gates_are_constraints_and_unknown_is_not_a_pass():
 
 def test_what_resolves_to_the_same_is_a_replicate():
     class Deaf(Bench):
-        def measure(self, settings):
-            got = super().measure(settings)
+        def measure(self, settings, best=None):
+            got = super().measure(settings, best)
             hidden = {k: v for k, v in got.resolved.items() if k != "spec"}
             return Measured(content_hash(hidden)[:16], hidden, got.value, {})
 
@@ -201,9 +224,9 @@ def test_it_stops_in_time_with_room_for_the_defaults_and_the_confirmation():
     now = [0.0]
 
     class Slow(Bench):
-        def measure(self, settings):
+        def measure(self, settings, best=None):
             now[0] += 10.0
-            return super().measure(settings)
+            return super().measure(settings, best)
 
     confirm = lambda a, b: Confirmation(True, 1.2, 1.1, 1.3)  # noqa: E731
     result = Slow().run(trials=24, deadline=150.0, clock=lambda: now[0], confirm=confirm)
@@ -217,7 +240,7 @@ def test_it_stops_in_time_with_room_for_the_defaults_and_the_confirmation():
 def test_the_objective_may_be_a_time():
     base = load_workload("smollm2-cpu-latency")
 
-    def measure(settings):
+    def measure(settings, best):
         full = {k.name: k.default for k in KNOBS} | settings.knobs
         return Measured(content_hash(full)[:16], full, 1000 / speed(full), {})
 

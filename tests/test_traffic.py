@@ -236,6 +236,22 @@ def test_measure_throws_the_first_round_away_and_stops_when_stable(engine):
     assert len(late.rounds) == 2
 
 
+def test_a_hopeless_first_round_is_all_that_is_measured(engine):
+    seen, server = [], engine(token_s=0.002)
+
+    def hopeless(value):
+        seen.append(value)
+        return True
+
+    found = traffic.measure(server, FEW, Source(), warm_up_tokens=1, hopeless=hopeless)
+    assert found.pruned
+    assert not found.stable
+    assert [found.value] == seen
+    assert len(found.rounds) == 1
+    assert len(found.rounds[0].rows[0].tokens) == FEW.output_tokens  # only the warm-up is short
+    assert not traffic.measure(engine(), FEW, Source(), tolerance=9.0, hopeless=lambda value: False).pruned
+
+
 def test_raw_file_keeps_rows_but_not_hidden_tokens(engine, tmp_path):
     server = engine(token_s=0.001)
     shown = traffic.run_round(server, FEW, traffic.draw_prompts(Source(), FEW, 1), seed=1)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernels.ruler.spec import Problem
@@ -61,7 +62,7 @@ def expect(problem: Problem, reference: Reference, arguments: Sequence[Any], ter
         with torch.no_grad():
             return outputs_of(reference(*[convert(a) if isinstance(a, torch.Tensor) else a for a in arguments]))
 
-    draw = torch.Generator().manual_seed(seed)
+    draw = np.random.default_rng(seed)
     unit = 2.0**-50 if any(getattr(a, "dtype", None) is torch.float64 for a in arguments) else 2.0**-24
 
     def exact(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,13 +71,14 @@ def expect(problem: Problem, reference: Reference, arguments: Sequence[Any], ter
     def nudged(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
-        signs = torch.randint(0, 2, tensor.shape, generator=draw, dtype=torch.int8)
-        return tensor.double() * (1 - unit + 2 * unit * signs)
+        bits = np.unpackbits(np.frombuffer(draw.bytes(tensor.numel() // 8 + 1), np.uint8), count=tensor.numel())
+        return torch.from_numpy(bits).double().view(tensor.shape).mul_(2 * unit).add_(1 - unit).mul_(tensor)
 
     truths, naturals = evaluate(exact), evaluate(lambda tensor: tensor.clone())
     rounded = any(t.dtype in (torch.bfloat16, torch.float16) for t in naturals)  # their spread must be known well
     few = sum(t.numel() for t in truths) < 100_000
-    draws = [evaluate(nudged) for _ in range((16 if rounded else 4) if few else 2)]
+    dear = sum(a.numel() for a in arguments if isinstance(a, torch.Tensor)) > 4_000_000
+    draws = [evaluate(nudged) for _ in range(((6 if dear else 16) if rounded else 4) if few else 2)]
     return [
         _budget(problem, truth, natural, [d[i] for d in draws], terms=terms, unit=unit)
         for i, (truth, natural) in enumerate(zip(truths, naturals, strict=True))

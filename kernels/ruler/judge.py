@@ -39,7 +39,7 @@ THRESHOLD = 1.02
 def judge(
     problem: Problem, candidate: Candidate, *, mode: Mode, ceilings: Ceilings | None, threads: int, builds: Path,
     budget_s: float, seed: bytes | None = None, confinement: str = "best", baseline: Candidate | None = None,
-    cache_state: str = "warm", alpha: float = 0.05,
+    cache_state: str = "warm", alpha: float = 0.05, thorough: bool = True,
 ) -> Verdict:  # fmt: skip
     """Judge a candidate; calls from several threads take turns.
 
@@ -57,6 +57,8 @@ def judge(
         baseline: what to compare with instead of the best of eager, vendor's fused operator and torch.compile.
         cache_state: `warm` or `cold`, the same for both sides.
         alpha: level of the interval; see `stats.alpha_of_try` for a campaign's confirmations.
+        thorough: check every shape and regime. Without, a screen checks the first visible shape and one hidden case:
+            enough to choose what is confirmed, and never for anything else. Confirming is always thorough.
 
     Raises:
         InputError: the problem itself is unfit, or the machine lacks what judging needs.
@@ -66,7 +68,7 @@ def judge(
     request = {
         "problem": problem, "candidate": candidate, "mode": mode, "ceilings": ceilings, "threads": threads,
         "builds": Path(builds).resolve(), "budget_s": budget_s, "seed": seed, "confinement": confinement,
-        "baseline": baseline, "cache_state": cache_state, "alpha": alpha,
+        "baseline": baseline, "cache_state": cache_state, "alpha": alpha, "thorough": thorough or mode == "confirm",
     }  # fmt: skip
     return _ruler().ask(request, patience_s=budget_s + 600)
 
@@ -191,7 +193,7 @@ class Bench:
 def judge_here(
     bench: Bench, *, problem: Problem, candidate: Candidate, mode: Mode, ceilings: Ceilings | None, threads: int,
     builds: Path, budget_s: float, seed: bytes | None, confinement: str, baseline: Candidate | None, cache_state: str,
-    alpha: float,
+    alpha: float, thorough: bool,
 ) -> Verdict:  # fmt: skip
     """`judge`, in the ruler's own process."""
     from kernels.ruler import build as building
@@ -202,7 +204,7 @@ def judge_here(
     began = time.monotonic()
     frame: dict[str, Any] = {
         "mode": mode, "problem": problem.name, "problem_id": problem.id, "candidate_id": candidate.id,
-        "versions": versions(),
+        "versions": versions(), "cache_state": cache_state,
     }  # fmt: skip
     session: Session | None = None
     try:
@@ -213,7 +215,7 @@ def judge_here(
         terms = Terms(
             problem, candidate, built, baseline, builds, threads, confinement, seed or secrets.token_bytes(32),
             confirm=mode == "confirm", cold=cache_state == "cold", alpha=alpha, threshold=bench.threshold,
-            compiled=mode == "confirm" and baseline is None and budget_s >= COMPILE_FROM_S,
+            compiled=mode == "confirm" and baseline is None and budget_s >= COMPILE_FROM_S, thorough=thorough,
         )  # fmt: skip
         template = bench.template(threads)
         with device_lease(Path(tempfile.gettempdir()) / f"roofloop-{os.getuid()}", "cpu"):
@@ -241,16 +243,15 @@ def _measure(bench: Bench, session: Any, ceilings: Ceilings | None, end: float) 
     from kernels.ruler.timing import conclude
 
     terms = session.terms
-    mode = "confirm" if terms.confirm else "screen"
     session.check_visible()
     shapes = terms.problem.visible[: None if terms.confirm else 1]
     timed: list[Any] = [None] * len(shapes)
-    left = SESSIONS[mode] * len(shapes)
-    for number in range(SESSIONS[mode]):
+    left = SESSIONS[session.mode] * len(shapes)
+    for number in range(SESSIONS[session.mode]):
         if number:
             session.open()
         for index, shape in enumerate(shapes):
-            timed[index] = session.time(dict(shape), (end - time.monotonic()) / left, timed[index])
+            timed[index] = session.time(dict(shape), (end + session.compile_s - time.monotonic()) / left, timed[index])
             left -= 1
     operators = session.trace() if terms.candidate.language != "cpp" else []
     session.check_hidden()

@@ -21,10 +21,15 @@ from kernels.ruler.spec import Shape
 from kernels.ruler.timing import MOST_OVERHEAD, Timed, flush
 from kernels.ruler.workers import CALL_S, COMPILE_S, COMPILED, FIRST_S, Terms, Workers
 
-ROUNDS = {"screen": (6, 24), "confirm": (4, 24)}
-SESSIONS = {"screen": 1, "confirm": 3}
-"""Fewest and most rounds in a session, and sessions (with fresh workers each) in a verdict."""
-
+ROUNDS = {"quick": (6, 10), "screen": (6, 24), "confirm": (4, 24)}
+SESSIONS = {"quick": 1, "screen": 1, "confirm": 3}
+"""Rounds of a session before a narrow interval ends it, and at most; sessions (of fresh workers) in a verdict."""
+LEAST_ROUNDS = 6
+"""Rounds at a shape even when the budget is spent: below them there is no interval."""
+SINGLES = 4
+"""Runs of one call in each session."""
+HOPELESS = 1.1
+"""torch.compile that was slower than the fastest baseline by this at one shape is not compiled anew for the next."""
 
 DEAR_S, DEAR_SHARE = 0.1, 0.125
 """A full check that takes longer than this is made for this share of the timed batches."""
@@ -44,8 +49,15 @@ class Session(Workers):
             "figures": [],
         }  # fmt: skip
         self.hidden_seen = False
+        self.compile_s = 0.0
+        """What torch.compile took: of no budget, since no candidate can help it."""
         self.first_error: dict[str, Any] | None = None
         self.notes: dict[str, str] = {}
+
+    @property
+    def mode(self) -> str:
+        """Key of `ROUNDS` and `SESSIONS`."""
+        return "confirm" if self.terms.confirm else "screen" if self.terms.thorough else "quick"
 
     # --- checking --------------------------------------------------------------------------------------------------
 
@@ -122,6 +134,9 @@ class Session(Workers):
     def check_visible(self) -> None:
         """Every visible shape, and at the smallest of them every regime (in confirm mode at the first one too)."""
         special = [regime for regime in self.problem.regimes if regime != "normal"]
+        if not self.terms.thorough:
+            self._case(self.problem.visible[0], "normal", rounds=2)
+            return
         for shape in self.problem.visible:
             self._case(shape, "normal", rounds=2)
         least = min(self.problem.visible, key=lambda shape: self._plan(shape, 1).input_bytes)
@@ -139,6 +154,10 @@ class Session(Workers):
         python = self.terms.candidate.language != "cpp"
         shapes = self.hidden or [dict(shape) for shape in self.problem.visible[-1:]]
         rng = self._rng()
+        if not self.terms.thorough:
+            small = min(shapes, key=lambda shape: self._plan(shape, 1).input_bytes)
+            self._case(small, str(rng.choice(["normal", *special])), shift=4, padded=python)
+            return
         for index, shape in enumerate(shapes):
             regime = str(rng.choice(["normal", *special]))
             self._case(shape, regime, rounds=2, shift=4 * (index % 3), padded=python and index % 2 == 0)
@@ -215,10 +234,10 @@ class Session(Workers):
 
         `timed`: what earlier sessions measured at this shape; it goes on from there with the same baseline and batch.
         """
-        end = time.monotonic() + budget_s
         scalars = inputs.scalars(self.problem, None)
         if timed is None:
             timed = self._choose(shape, scalars, min(self._most_slots(shape), 16))
+        end = time.monotonic() + budget_s
         plan = self._plan(shape, timed.slots)
         self._configure(plan, scalars, timed.baseline_slots)
         self._fill(plan)
@@ -227,11 +246,12 @@ class Session(Workers):
         for _ in range(2):  # the same history on all sides: every slot, twice
             for side in self.sides:
                 side.run(*self._call(side, timed), FIRST_S + limit)
-        least, greatest = ROUNDS["confirm" if self.terms.confirm else "screen"]
+        least, greatest = ROUNDS[self.mode]
+        owed = -(-LEAST_ROUNDS // SESSIONS[self.mode])
         gc.disable()
         try:
             for number in range(greatest):
-                late = time.monotonic() > end and number >= (1 if self.terms.confirm else 3)
+                late = time.monotonic() > end and number >= owed
                 if late or (number >= least and self._narrow(timed)):
                     break
                 for turn in range(timed.sides):
@@ -259,7 +279,8 @@ class Session(Workers):
         quick = {}
         for which in list(self.baselines):
             try:
-                self.base.run(which, 0, probe, COMPILE_S if which == COMPILED else FIRST_S + CALL_S)
+                first_s = self.base.run(which, 0, probe, COMPILE_S if which == COMPILED else FIRST_S + CALL_S)
+                self.compile_s += first_s if which == COMPILED else 0.0
                 quick[which] = min(self.base.run(which, 0, probe, CALL_S) for _ in range(3)) - slow
             except handle.WorkerFailed as error:
                 if which != COMPILED:
@@ -273,6 +294,9 @@ class Session(Workers):
         if probe < most and min(ours / fast, quick[which] / slow) < 2:
             return self._choose(shape, scalars, min(16 * probe, most))
         self.notes |= {f"{self.baselines[w]}, {shape}": f"{seconds / probe:.3g} s" for w, seconds in quick.items()}
+        if quick[which] > 10 * slow and quick.get(COMPILED, 0.0) > HOPELESS * quick[which]:
+            del self.baselines[COMPILED]
+        self.chosen.add(which)
         slots, baseline_slots = (
             int(min(most, max(1, math.ceil(2 * probe * cost / max(spent, 1e-8) / MOST_OVERHEAD))))
             for cost, spent in ((fast, ours), (slow, quick[which]))
@@ -329,7 +353,7 @@ class Session(Workers):
 
     def _singly(self, plan: inputs.Layout, scalars: list[Any], timed: Timed, limit: float) -> None:
         """A sample with one input per handshake: what only a batch makes fast shows here."""
-        for slot in self._rng().integers(0, timed.baseline_slots, 8):
+        for slot in self._rng().integers(0, timed.baseline_slots, SINGLES):
             views = self._fill(plan, constants=False)
             inputs.poison(self.cand.outputs, plan, self._rng())
             timed.add(candidate_single=self.cand.run(0, int(slot), 1, limit))

@@ -76,6 +76,8 @@ class Verdict:
     law: str | None = None
     speedup: Interval | None = None
     claim: float | None = None
+    cache_state: str = "warm"
+    """`cold`: the constants were in no cache, for either side."""
     threshold: float | None = None
     """What the lower bound must exceed; from A/A measurements on this machine."""
     faster: bool | None = None

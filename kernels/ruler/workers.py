@@ -39,6 +39,8 @@ class Terms:
     threshold: float
     compiled: bool
     """Whether torch.compile of the reference is to be tried as a baseline."""
+    thorough: bool = True
+    """Without, a screen checks the first visible shape and one hidden case: enough to choose what is confirmed."""
 
 
 class Workers:
@@ -50,6 +52,8 @@ class Workers:
         self.prepared: dict[str, float] = {}
         self.confinement: dict[str, Any] = {}
         self.workers: list[handle.Worker] = []
+        self.chosen: set[int] = set()
+        """Baselines that were the fastest somewhere: fresh workers need no other."""
         self.hidden = inputs.hidden_shapes(self.problem, self._rng())
         self.sets = self._weight_sets()
         shapes = (*self.problem.visible, *self.hidden)
@@ -141,7 +145,8 @@ class Workers:
             sources = {EAGER: self.problem.reference, VENDOR: self.problem.vendor}
             if self.terms.compiled:
                 sources[COMPILED] = self.problem.reference
-            self.baselines = {which: NAMES[which] for which, source in sources.items() if source}
+            used = self.chosen or set(sources)
+            self.baselines = {which: NAMES[which] for which, source in sources.items() if source and which in used}
             python = {"language": "torch", "path": "", "entry": "run", "prepares": False}
             for which in self.baselines:
                 body = {**python, "which": which, "source": sources[which], "compile": which == COMPILED}

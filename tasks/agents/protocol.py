@@ -160,6 +160,9 @@ class CampaignTask:
     threads: int
     builds: Path
     """Content-addressed store of build products."""
+    cache_state: Literal["warm", "cold"] = "warm"
+    """`cold` where the problem reads weights and the model has more of them than the caches hold: then the ruler times
+    it on weights that come from memory, as they do in the model."""
     scope: str = ""
     """Text shown to the executor: rules, lessons, profile row. What it saw is what is stored."""
     scope_id: str | None = None
