@@ -21,7 +21,7 @@ from kb.store import Store
 from kernels.errors import InputError
 from profiles.ceilings import fingerprint
 from profiles.engines.base import EngineFailure, Stack
-from profiles.load import load_workload
+from profiles.load import check_physics, load_workload
 from profiles.workload import Workload
 from tasks.codec import from_json
 from tasks.lab import Lab, fresh_seed
@@ -129,8 +129,9 @@ def optimize(workload: str, workspace_root: str = ".", models: str = "", run_id:
     model_dir = steps.model(workspace, run)
     target = steps.target(workspace, run)
     lab = Lab(workspace, run, model_dir, target)
-    steps.bring_up(lab)
+    check_physics(run.record.workload, model_dir, target, run.record.workload_file or None)
     with lab.reference() as reference:
+        steps.bring_up(lab, reference)
         baseline = steps.baseline(lab, reference)
         found = steps.settings(lab, store, reference, baseline)
         plan = rounds.Course(lab, store, reference, baseline, Stack(found.best), rounds.costs(baseline))

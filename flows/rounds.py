@@ -89,6 +89,8 @@ def run_round(course: Course, number: int) -> str:
     run = course.lab.run
     spare_s = run.clock.left_s() - course.costs.compare_s - 2 * course.costs.profile_s
     planned = run.finished(f"{number}20-plan", _plan_key(course, number)) is not None
+    if course.campaigns >= course.lab.workload.budget.campaigns and not planned:
+        return "budget: no campaigns are left"
     if spare_s < course.costs.compare_s and not planned:
         return f"budget: {max(0.0, run.clock.left_s()):.0f} s are left, kept for the confirmation of the stack"
     profile, threads = _profile(course, number)
@@ -346,7 +348,7 @@ def _evaluate(
             lab.workload,
             lab.source,
             course.reference,
-            max_pairs=6,
+            max_pairs=course.base.most_pairs,
             level=keep_level(test),
             seed=run.seed("promotion", test),
             deadline=time.monotonic() + max(5 * course.base.round_s, left_s),

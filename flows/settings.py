@@ -13,6 +13,7 @@ from flows import steps
 from flows.terminal import current
 from kb.store import Store
 from profiles.engines.base import EngineFailure, Stack
+from profiles.load import check_physics
 from tasks.lab import Lab
 from tasks.report import write_report
 from tasks.run_state import RunState, open_run
@@ -60,8 +61,9 @@ def settings(workspace_root: str, models: str, run_id: str) -> dict[str, Any]:
     workspace = Workspace(Path(workspace_root), Path(models)).create()
     run, store = open_run(workspace.runs / run_id), Store(workspace.kb)
     lab = Lab(workspace, run, steps.model(workspace, run), steps.target(workspace, run))
-    steps.bring_up(lab)
+    check_physics(lab.workload, lab.model_dir, lab.target, run.record.workload_file or None)
     with lab.reference() as reference:
+        steps.bring_up(lab, reference)
         baseline = steps.baseline(lab, reference)
         found = steps.settings(lab, store, reference, baseline)
         steps.final(lab, store, reference, baseline, Stack(found.best), REASON)

@@ -14,7 +14,7 @@ from kernels.identity import content_hash
 from profiles import ceilings, models
 from profiles.engines import knob_specs
 from profiles.engines.base import Settings, Stack
-from profiles.load import check_context, check_knobs, check_physics, load_target
+from profiles.load import check_context, check_knobs, load_target
 from profiles.operators import Profile
 from profiles.reference import Reference
 from profiles.target import Target
@@ -80,7 +80,7 @@ def target(workspace: Workspace, run: RunState) -> Target:
     return from_json(Target, held["target"])
 
 
-def bring_up(lab: Lab) -> None:
+def bring_up(lab: Lab, reference: Reference) -> None:
     """The model runs and matches its reference.
 
     Raises:
@@ -96,12 +96,12 @@ def bring_up(lab: Lab) -> None:
             children=lab.workspace.children,
             builds=lab.workspace.builds,
             log=log,
+            reference=reference,
             progress=current().detail,
         )
         bringup.require(report)
         return report
 
-    check_physics(lab.workload, lab.model_dir, lab.target, lab.run.record.workload_file or None)
     step(lab.run, "020-bringup", lab.run.key("bringup"), "Bring-up", work, lambda found: found["reason"], retries=1)
 
 
@@ -185,7 +185,7 @@ def settings(lab: Lab, store: Store, reference: Reference, base: PointFigures) -
             workload,
             lab.source,
             reference,
-            max_pairs=6,
+            max_pairs=base.most_pairs,
             deadline=time.monotonic() + lab.run.clock.left_s() / 3,
             seed=run.seed("confirm-settings"),
             stock=base.distance,
@@ -259,7 +259,7 @@ def final(  # noqa: PLR0917
             lab.source,
             reference,
             required=tuple(kernel.candidate.id for kernel in stack.kernels),
-            max_pairs=6,
+            max_pairs=base.most_pairs,
             seed=run.seed("final"),
             deadline=time.monotonic() + max(10 * base.round_s, run.clock.left_s() - base.accuracy_s),
             score_requests=16,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def bringup(
     builds: Path,
     log: Path,
     stack: Stack | None = None,
+    reference: Reference | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> BringupReport:
     """Start the engine, let it speak, compare it with the reference; name the first module that differs, if one does.
@@ -70,6 +72,7 @@ def bringup(
         builds: cache of built kernels.
         log: file for the engine's output.
         stack: what to bring up; stock when None.
+        reference: started; one of its own when None.
         progress: called with a sentence at each step.
 
     Raises:
@@ -92,8 +95,10 @@ def bringup(
         say("Comparing it with the float32 reference")
         engine.score(sequences, PREFIX_TOKENS, scratch / "scores.npy")
         engine.stop()
-        with Reference(model_dir, children=children, log=log) as reference:
-            distance = reference.witness_distance(sequences, PREFIX_TOKENS, scratch / "scores.npy")
+        own = Reference(model_dir, children=children, log=log) if reference is None else None
+        with own or contextlib.nullcontext(reference) as truth:
+            assert truth is not None
+            distance = truth.witness_distance(sequences, PREFIX_TOKENS, scratch / "scores.npy")
     except EngineFailure as failure:
         return BringupReport(**found, failure=failure.kind, reason=failure.detail)
     finally:

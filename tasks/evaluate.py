@@ -17,6 +17,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -195,9 +196,7 @@ def compare(
         stack.callback(a.engine.stop)
         stack.callback(b.engine.stop)
         try:
-            a.resolved = a.engine.start()
-            with _only(b, a), _as_answer(b):
-                b.resolved = b.engine.start()
+            _start(a, b)
             for side, other in ((a, b), (b, a)):
                 with _only(side, other), _as_answer(side):
                     _warm_up(side.engine, workload, source, seed, stall_s)
@@ -251,6 +250,15 @@ def compare(
         **peaks,
         **result,
     )
+
+
+def _start(a: _Side, b: _Side) -> None:
+    """Bring both up side by side; nothing is timed yet."""
+    with ThreadPoolExecutor(2) as pool:
+        starting = [(side, pool.submit(side.engine.start)) for side in (a, b)]
+    for side, started in starting:
+        with _as_answer(side):
+            side.resolved = started.result()
 
 
 def aa_floor(comparison: Comparison) -> float | None:

@@ -127,7 +127,7 @@ def run_campaign(
     def kept(verdict: Verdict) -> None:
         store.write(_verdict_file(verdict, task, head["run_id"]))
 
-    bench = replace(bench, cache_state=task.cache_state)
+    bench = bench.for_campaign(task.budget_s, task.cache_state)
     try:
         result = executor.run(task, notebook.judge_with(bench, task.problem, kept), report)
     except NoCompiler as error:

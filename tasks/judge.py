@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +36,11 @@ class Bench:
     screen_s: float = 3.0
     confirm_s: float = 15.0
     cache_state: Literal["warm", "cold"] = "warm"
+
+    def for_campaign(self, budget_s: float, cache_state: Literal["warm", "cold"]) -> Bench:
+        """With measurements that fit into a campaign of so many seconds."""
+        screen_s, confirm_s = min(self.screen_s, budget_s / 8), min(self.confirm_s, 0.4 * budget_s)
+        return replace(self, screen_s=screen_s, confirm_s=confirm_s, cache_state=cache_state)
 
     def _spare_core(self) -> bool:
         """Whether a compiler may run beside a measurement without being measured too."""

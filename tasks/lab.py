@@ -56,6 +56,11 @@ class PointFigures(Record):
     round_s: float
     accuracy_s: float
 
+    @property
+    def most_pairs(self) -> int:
+        """Pairs of rounds that a comparison on this traffic may take: 6, and up to 16 where rounds are short."""
+        return min(16, max(6, int(10.0 / self.round_s) // 2 * 2))
+
 
 @dataclass(frozen=True)
 class Lab:

@@ -31,6 +31,9 @@ Report = Callable[[Attempt], None]
 SETTLED = ("valid", "incorrect", "build_failed")
 """Statuses that another try would not change; others (crash, timeout, void, unresolved) are tried again."""
 
+RANKED = ("valid", "unresolved")
+"""Statuses whose speed-up says what to confirm: an unresolved screen is a bad measurement, not a bad candidate."""
+
 BLAMED = ("incorrect", "build_failed", "crashed", "timeout", "out_of_memory", "void")
 """Statuses without a speed: the search is told that this was no good."""
 
@@ -163,7 +166,7 @@ class _Campaign:
         )
         self.attempts.append(attempt)
         self.report(attempt)
-        fit = verdict.status == "valid" and speedup is not None
+        fit = verdict.status in RANKED and speedup is not None
         tried = Tried(candidate, verdict.status, speedup.estimate if fit and speedup else None)
         if mode == "screen":
             self.tried[candidate.id] = tried
