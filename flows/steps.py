@@ -30,7 +30,7 @@ from tasks.search import Confirmation, Measured, SearchResult
 from tasks.stage import run_stage
 from tasks.workspace import Workspace
 
-SETTINGS_SHARE = 0.35
+SETTINGS_SHARE = 0.4
 """Most of the time left after the baseline that the settings search may take, its confirmation included."""
 HOPELESS = 0.85
 """Share of the best trial's value that a trial's first round must reach to be measured further: less than that is more

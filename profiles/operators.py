@@ -101,8 +101,8 @@ class ProfileRow(Record):
     """Where in the model: `model.layers.*.mlp.gate_proj`."""
     covers: tuple[str, ...] = ()
     """Operators that a fused row takes in."""
-    overlaid: bool = False
-    """True when an overlay stands at the site: the time is (also) that of promoted kernels."""
+    kernel: str = ""
+    """Name of the problem whose promoted kernel stands at the site: the time is (also) the kernel's."""
 
 
 class Profile(Record):
@@ -148,7 +148,7 @@ class _Cell(NamedTuple):
     calls: int
     seconds: float
     site: str
-    overlaid: bool
+    kernel: str
 
 
 def analyse(raw: Mapping[str, Any], target: Target, threads: int) -> Profile:
@@ -190,7 +190,7 @@ def analyse(raw: Mapping[str, Any], target: Target, threads: int) -> Profile:
         dtype=raw["model"]["dtype"],
         eps=raw["model"]["eps"],
         compiled=raw["compiled"],
-        overlaid=any(cell.overlaid for cell in cells),
+        overlaid=any(cell.kernel for cell in cells),
         notes=_notes(raw, target, threads),
     )
 
@@ -238,7 +238,7 @@ class _Roofline:
         return ProfileRow(
             kind=kind, operator=cell.operator, role=cell.role, phase=cell.phase, dtype=cell.dtype, axes=cell.axes,
             calls=cell.calls, time_ms=cell.seconds * 1e3, time_share=cell.seconds / self.total_s, sites=sites,
-            covers=covers, overlaid=cell.overlaid, **figures,
+            covers=covers, kernel=cell.kernel, **figures,
         )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def _cell(row: Mapping[str, Any]) -> _Cell:
         else:
             axes["inner"] = inner
     return _Cell(
-        operator, row["role"], row["phase"], row["dtype"], axes, row["calls"], row["self_s"], site, row["overlaid"]
+        operator, row["role"], row["phase"], row["dtype"], axes, row["calls"], row["self_s"], site, row["kernel"]
     )
 
 
@@ -301,7 +301,7 @@ def _fusions(cells: Iterable[_Cell]) -> Iterable[tuple[_Cell, tuple[str, ...], t
         for fusion in _FUSIONS:
             found = [[c for c in here if c.operator == operator and role in (None, c.role)]
                      for operator, role in fusion.parts]  # fmt: skip
-            if phase in fusion.phases and all(found) and not any(c.overlaid for cs in found for c in cs):
+            if phase in fusion.phases and all(found) and not any(c.kernel for cs in found for c in cs):
                 yield _fuse(fusion, phase, dtype, rows, found)
 
 
@@ -327,7 +327,7 @@ def _fuse(
         axes = {**attention[0].axes, "length": round(sum(c.axes["length"] * c.calls for c in attention) / calls)}
     calls = sum(c.calls for c in found[-1])
     roles = "+".join(dict.fromkeys(c.role for c in parts))
-    cell = _Cell(fusion.operator, roles, phase, dtype, axes, calls, sum(c.seconds for c in parts), "", False)
+    cell = _Cell(fusion.operator, roles, phase, dtype, axes, calls, sum(c.seconds for c in parts), "", "")
     return cell, tuple(dict.fromkeys(c.site for c in parts)), tuple(dict.fromkeys(c.operator for c in parts))
 
 

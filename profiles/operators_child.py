@@ -24,7 +24,7 @@ from torch import nn
 
 from kernels.errors import InputError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LENGTH_STEP = 64
 """Lengths of the cache are grouped up to a multiple of this; the mean length of each group is kept."""
 TRACED = {"prefill": (0, 1), "decode": (1, 2)}
@@ -73,7 +73,7 @@ def collect_in_child(model: nn.Module, run: Callable[[], None]) -> dict[str, Any
 
     Returns:
         Plain JSON: `wall_s` (untouched), `watched_wall_s` (with stopwatches, their own time taken out), `overhead_s`,
-        `rows` (operator, role, phase, dtype, axes, calls, self_s, total_s, inner_calls, overlaid, mean length), `aten`
+        `rows` (operator, role, phase, dtype, axes, calls, self_s, total_s, inner_calls, kernel, mean length), `aten`
         (torch operators inside, seconds over `forwards` traced forwards), `model` (sizes), `compiled`, `threads`.
 
     Raises:
@@ -168,7 +168,7 @@ class _Stopwatch:
     def wrap(self, index: int, site: Site, function: Callable[..., Any]) -> Callable[..., Any]:
         local, cells, clock, describe = self.local, self.cells, time.perf_counter_ns, site.describe
         grouped = AXES[site.operator][-1] == "length"
-        overlaid = bool(getattr(function, "overlay", False))
+        kernel = str(getattr(function, "overlay", ""))
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             entered = clock()
@@ -190,7 +190,7 @@ class _Stopwatch:
                 length = axes[-1]
                 axes = (*axes[:-1], -(-length // LENGTH_STEP) * LENGTH_STEP)
             # one row per role and shape: the layers of a model are alike
-            key = (site.operator, site.role, site.path, local.phase, dtype, axes, overlaid)
+            key = (site.operator, site.role, site.path, local.phase, dtype, axes, kernel)
             cell = cells.get(key)
             if cell is None:
                 cell = cells[key] = [0, 0, 0, 0, 0]
@@ -238,14 +238,14 @@ class _Stopwatch:
     def rows(self, inner_s: float, outer_s: float) -> tuple[list[dict[str, Any]], float]:
         """One row per cell, corrected, and the seconds of overhead that the correction took out."""
         rows, removed = [], 0.0
-        for (operator, role, path, phase, dtype, axes, overlaid), cell in self.cells.items():
+        for (operator, role, path, phase, dtype, axes, kernel), cell in self.cells.items():
             calls, self_ns, total_ns, inner_calls, length = cell
             overhead = min(self_ns / 1e9, calls * inner_s + inner_calls * outer_s)
             removed += overhead
             rows.append(
                 {
                     "operator": operator, "role": role, "site": path, "phase": phase, "dtype": dtype,
-                    "overlaid": overlaid,
+                    "kernel": kernel,
                     "axes": dict(zip(AXES[operator], axes, strict=True)), "calls": calls,
                     "self_s": self_ns / 1e9 - overhead, "total_s": total_ns / 1e9, "inner_calls": inner_calls,
                     "mean_length": length / calls if length else None,

@@ -131,6 +131,6 @@ def _merged(rows: Sequence[ProfileRow], axes: dict[str, int]) -> ProfileRow:
             "gap": time_ms / roofline_ms if roofline_ms else None,
             "sites": tuple(dict.fromkeys(site for row in rows for site in row.sites)),
             "covers": largest.covers,
-            "overlaid": any(row.overlaid for row in rows),
+            "kernel": next((row.kernel for row in rows if row.kernel), ""),
         }
     )

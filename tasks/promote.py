@@ -48,7 +48,7 @@ def decide(
     assert interval is not None  # else _no_gain had spoken
     reason = (
         f"{comparison.metric} is {interval.estimate:.3f}× as good ({interval.low:.3f} to {interval.high:.3f}, "
-        f"{interval.n} pairs), on hidden prompts too; {comparison.accuracy.reason if comparison.accuracy else ''}"
+        f"{interval.n} pairs), on hidden prompts too. {comparison.accuracy.reason if comparison.accuracy else ''}"
     )
     return Decision(decision="promoted", reason=reason.strip(), reasons=(reason.strip(),))
 

@@ -18,7 +18,7 @@ from kb import ledger, queries
 from kb.figures import tree_png
 from kb.store import Store
 from profiles.engines.base import Resolved, Stack
-from profiles.operators import Profile
+from profiles.operators import Profile, ProfileRow
 from profiles.roofline import Point, roofline_figure
 from profiles.target import Target
 from tasks import report_campaigns, report_figures, report_layers, report_words
@@ -249,9 +249,11 @@ def _measured(  # noqa: PLR0917
 def _operators(stages: Mapping[str, Any]) -> tuple[OperatorRow, ...]:
     if "110-profile" not in stages:
         return ()
-    before = _sums(from_json(Profile, stages["110-profile"]["profile"]))
-    after = stages.get("905-profile-after")
-    later = _sums(from_json(Profile, after["profile"])) if after else {}
+    held = stages.get("905-profile-after")
+    after = from_json(Profile, held["profile"]) if held else None
+    places = {site: row.kernel for row in after.singles() if row.kernel for site in row.sites} if after else {}
+    before = _sums(from_json(Profile, stages["110-profile"]["profile"]), places)
+    later = _sums(after, places) if after else {}
     rows = []
     for operator, phase in dict.fromkeys([*before, *later]):
         was, will = before.get((operator, phase)), later.get((operator, phase))
@@ -271,12 +273,21 @@ def _operators(stages: Mapping[str, Any]) -> tuple[OperatorRow, ...]:
     return tuple(sorted(rows, key=lambda row: -(row.before_ms or 0.0)))
 
 
-def _sums(profile: Profile) -> dict[tuple[str, str], dict[str, Any]]:
-    """Time, share and time at the roofline by operator and phase; the roofline is None where a part's is unknown."""
+def _sums(profile: Profile, places: Mapping[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Time, share and time at the roofline by operator and phase; the roofline is None where a part's is unknown.
+
+    What stands where a promoted kernel stands in the final stack, by `places` (sites with their kernels' problems),
+    counts under that problem's name, in any profile: so what a fused kernel took over is compared with it.
+    """
+
+    def name(row: ProfileRow) -> str:
+        inside = (kernel for site, kernel in places.items() for own in row.sites if f"{own}.".startswith(f"{site}."))
+        return next(inside, row.operator)
+
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in profile.singles():
         fresh = {"ms": 0.0, "share": 0.0, "roofline": 0.0, "bound": row.bound}
-        cell = found.setdefault((row.operator, row.phase), fresh)
+        cell = found.setdefault((name(row), row.phase), fresh)
         cell["ms"] += row.time_ms
         cell["share"] += row.time_share
         unknown = row.roofline_ms is None or cell["roofline"] is None

@@ -141,8 +141,8 @@ def search(
 
     if not any(t.role == "default" for t in trials):
         run({}, "default")
-    # the defaults once more, and a confirmation of two rounds each, must still fit after a trial
-    after = 1 + (4 if confirm else 0)
+    # the defaults once more, and a confirmation that takes about three full trials, must still fit after a trial
+    after = 1 + (3 if confirm else 0)
     stopped = "all trials of the budget were made"
     while len([t for t in trials if t.role != "default_again"]) < workload.budget.settings_trials:
         if any(t.role == "default_again" for t in trials):
@@ -271,7 +271,7 @@ def _conclude(  # noqa: PLR0917
                 break
             reason = f"the best trial's {ratio:.3f}× lies within the noise ({margin:.1%})"
             continue
-        if not fits(4):
+        if not fits(3):
             reason = f"no time was left to confirm the best trial ({ratio:.3f}×)"
             break
         answer = confirm(settings, stock)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from finished_run import SECRET, FinishedRun, product_of
+from finished_run import SECRET, FinishedRun, product_of, profile
 from transformers import AutoModelForCausalLM
 
 from kb.store import Store
@@ -22,7 +22,7 @@ from kernels.templates import families
 from profiles.engines.base import Promoted, Settings, Stack
 from profiles.load import load_workload
 from tasks.codec import to_json
-from tasks.report import build_report, figures_of, render, write_report
+from tasks.report import _operators, build_report, figures_of, render, write_report
 from tasks.report_layers import product
 from tasks.report_markdown import campaign_markdown, run_markdown
 from tasks.report_schema import Interval, Report
@@ -316,3 +316,32 @@ def test_the_written_script_puts_the_kernels_in(
     load = runpy.run_path(str(folder / "apply.py"))["load"]
     assert load(str(tiny_model), 1) is not None
     assert "sites" in capsys.readouterr().out
+
+
+def test_a_fused_kernel_is_compared_with_all_that_it_took_over():
+    """What stood at the kernel's sites before counts under its problem's name, before and after."""
+
+    def at(times: dict[tuple[str, str, str], tuple[float, float | None]], sites: dict[str, str], kernel: str = ""):
+        made = profile(times, 1000.0)
+        rows = [
+            row.model_copy(update={"sites": (sites[row.operator],), "kernel": kernel if row.operator in kernel else ""})
+            for row in made.rows
+        ]
+        return made.model_copy(update={"rows": tuple(rows)})
+
+    layer = "model.layers.*"
+    before = at(
+        {("rmsnorm", "n", "decode"): (40.0, 4.0), ("linear", "q", "decode"): (200.0, 100.0),
+         ("silu_mul", "mlp", "decode"): (60.0, 6.0), ("rotary", "qk", "decode"): (30.0, 3.0)},
+        {"rmsnorm": f"{layer}.norm", "linear": f"{layer}.mlp.gate_proj", "silu_mul": f"{layer}.mlp.act_fn",
+         "rotary": "rotary"},
+    )  # fmt: skip
+    after = at(
+        {("rmsnorm", "n", "decode"): (41.0, 4.0), ("mlp", "mlp", "decode"): (90.0, 100.0),
+         ("rotary", "qk", "decode"): (31.0, 3.0)},
+        {"rmsnorm": f"{layer}.norm", "mlp": f"{layer}.mlp", "rotary": "rotary"},
+        kernel="mlp_hidden8",
+    )  # fmt: skip
+    rows = _operators({"110-profile": {"profile": to_json(before)}, "905-profile-after": {"profile": to_json(after)}})
+    times = {row.operator: (row.before_ms, row.after_ms) for row in rows}
+    assert times == {"mlp_hidden8": (260.0, 90.0), "rmsnorm": (40.0, 41.0), "rotary": (30.0, 31.0)}

@@ -194,7 +194,7 @@ def _occupy(entry: _Entry, spot: sites.Spot, originals: dict[nn.Module, Any]) ->
     entry.calls.append(call)
     for module, forward in spot.patch(call).items():
         originals.setdefault(module, module.__dict__.get("forward"))
-        forward.overlay = True  # type: ignore[attr-defined]
+        forward.overlay = promoted.problem.name  # type: ignore[attr-defined]
         module.forward = forward
 
 
