@@ -13,6 +13,7 @@ from kernels.ruler.build import BuildFailed, build
 from kernels.ruler.floor import Ceilings
 from kernels.ruler.lease import device_lease
 from kernels.ruler.spec import Candidate, Problem
+from kernels.ruler.stats import alpha_of_try
 from kernels.ruler.verdict import Mode, Verdict
 from tasks.run_state import read_json, write_json
 
@@ -46,8 +47,11 @@ class Bench:
         """Whether a compiler may run beside a measurement without being measured too."""
         return self.device != "cpu" or (os.cpu_count() or 1) > self.threads
 
-    def judge(self, problem: Problem, candidate: Candidate, mode: Mode) -> Verdict:
-        """Build, wait for the device, judge. A bad candidate is a verdict; only a broken machine raises."""
+    def judge(self, problem: Problem, candidate: Candidate, mode: Mode, alpha: float = 0.05) -> Verdict:
+        """Build, wait for the device, judge. A bad candidate is a verdict; only a broken machine raises.
+
+        `alpha`: level of the interval.
+        """
         from kernels.ruler.judge import judge
 
         def measure() -> Verdict:
@@ -61,6 +65,7 @@ class Bench:
                 budget_s=self.screen_s if mode == "screen" else self.confirm_s,
                 confinement=self.confinement,
                 cache_state=self.cache_state,
+                alpha=alpha,
                 thorough=mode == "confirm",
             )
 
@@ -90,6 +95,11 @@ class Notebook:
             return None
         return verdict if verdict.status in SETTLED else None
 
+    def _alpha(self) -> float:
+        """The level of the next confirmation: all of a campaign together have 5 % for one false keep."""
+        held = (read_json(file) for file in (self.folder / "attempts").glob("*.json"))
+        return alpha_of_try(1 + sum(one is not None and one.get("mode") == "confirm" for one in held))
+
     def keep(self, candidate: Candidate, verdict: Verdict) -> None:
         """Write both down."""
         from tasks.codec import to_json
@@ -106,7 +116,7 @@ class Notebook:
             held = self.verdict(candidate.id, mode)
             if held is not None and held.problem_id == problem.id:
                 return held
-            verdict = bench.judge(problem, candidate, mode)
+            verdict = bench.judge(problem, candidate, mode, self._alpha() if mode == "confirm" else 0.05)
             self.keep(candidate, verdict)
             kept(verdict)
             return verdict

@@ -256,18 +256,29 @@ def _measure(bench: Bench, session: Any, ceilings: Ceilings | None, end: float) 
     operators = session.trace() if terms.candidate.language != "cpp" else []
     session.check_hidden()
     rows, doubts, raw, same = [], [], {}, []  # a shape in doubt is no win; in doubt at the first one is the verdict
+    if terms.confirm:
+        for run in timed:
+            kept = run.rounds(calm=True)
+            if kept:
+                same.append(stats.speedup(run.per_call("baseline", kept), run.per_call("twin", kept)).estimate)
+    bench.same += same
+    spread = stats.spread_of(bench.same[-60:])
     for run in timed:
-        row, doubt = conclude(run, terms.problem, ceilings, alpha=terms.alpha, threshold=terms.threshold)
+        row, doubt = conclude(
+            run, terms.problem, ceilings, alpha=terms.alpha, threshold=terms.threshold, spread=spread
+        )  # fmt: skip
         rows.append(row)
         doubts.append(f"{run.shape}: {doubt}" if doubt else "")
         raw[",".join(f"{k}={v}" for k, v in run.shape.items())] = run.raw
-        if terms.confirm and not doubt:
-            kept = run.rounds(calm=True)
-            same.append(stats.speedup(run.per_call("baseline", kept), run.per_call("twin", kept)).estimate)
-    bench.same += same
     first = rows[0]
     waits = [w for run in timed for w in run.raw["waited"]]
-    noise = {"load_1min": os.getloadavg()[0], "waited_median": float(np.median(waits)), "a_a": same}
+    noise = {
+        "load_1min": os.getloadavg()[0],
+        "waited_median": float(np.median(waits)),
+        "a_a": same,
+        "spread": spread,
+        "page_faults_per_call": timed[0].faults,
+    }
     return session.account() | {
         "status": "unresolved" if doubts[0] else "valid", "reason": "; ".join(filter(None, doubts)),
         "speedup": first.speedup,

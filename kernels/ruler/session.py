@@ -24,8 +24,6 @@ from kernels.ruler.workers import CALL_S, COMPILE_S, COMPILED, FIRST_S, Terms, W
 ROUNDS = {"quick": (6, 10), "screen": (6, 24), "confirm": (4, 24)}
 SESSIONS = {"quick": 1, "screen": 1, "confirm": 3}
 """Rounds of a session before a narrow interval ends it, and at most; sessions (of fresh workers) in a verdict."""
-LEAST_ROUNDS = 6
-"""Rounds at a shape even when the budget is spent: below them there is no interval."""
 SINGLES = 4
 """Runs of one call in each session."""
 HOPELESS = 1.1
@@ -247,7 +245,9 @@ class Session(Workers):
             for side in self.sides:
                 side.run(*self._call(side, timed), FIRST_S + limit)
         least, greatest = ROUNDS[self.mode]
-        owed = -(-LEAST_ROUNDS // SESSIONS[self.mode])
+        # Below so many rounds there is no interval: they are made even when the budget is spent.
+        owed = -(-stats.least_pairs(self.terms.alpha) // SESSIONS[self.mode])
+        calls, faults = {self.base: 0, self.cand: 0}, {s: s.page_faults() for s in (self.base, self.cand)}
         gc.disable()
         try:
             for number in range(greatest):
@@ -256,6 +256,10 @@ class Session(Workers):
                     break
                 for turn in range(timed.sides):
                     self._turn(plan, scalars, timed, turn=number * timed.sides + turn, limit=limit)
+                    calls[self.base] += timed.baseline_slots
+                    calls[self.cand] += timed.slots
+            for side, name in ((self.base, "baseline"), (self.cand, "candidate")):
+                timed.faults[name] = (side.page_faults() - faults[side]) / max(calls[side], 1)
             if self.terms.confirm:
                 self._singly(plan, scalars, timed, limit)
         finally:
@@ -313,7 +317,7 @@ class Session(Workers):
     def _narrow(self, timed: Timed) -> bool:
         """Stopping looks at the interval's width only, never at where it lies."""
         kept = timed.rounds(calm=True)
-        if len(kept) < 6:
+        if len(kept) < stats.least_pairs(self.terms.alpha):
             return False
         interval = stats.speedup(timed.per_call("baseline", kept), timed.per_call("candidate", kept), self.terms.alpha)
         return interval.high - interval.low < 0.02 * interval.estimate

@@ -38,6 +38,8 @@ class Timed:
     """Quick time of one call of that baseline."""
     sides: int = 2
     raw: dict[str, list[float]] = field(default_factory=dict)
+    faults: dict[str, float] = field(default_factory=dict)
+    """Page faults a call of `baseline` and `candidate`."""
 
     def add(self, **figures: float) -> None:
         """Append one figure to each named list."""
@@ -68,20 +70,22 @@ class Timed:
 
 
 def conclude(
-    timed: Timed, problem: Problem, ceilings: Ceilings | None, *, alpha: float, threshold: float
+    timed: Timed, problem: Problem, ceilings: Ceilings | None, *, alpha: float, threshold: float, spread: float
 ) -> tuple[ShapeResult, str]:
     """The result at one shape, and why it is not resolved (empty when it is).
+
+    `spread`: of the log of an estimate from one set of fresh processes to another (`stats.spread_of`).
 
     Raises:
         WorkerFailed: void, by the laws of `clock`, `physics` or `batch`.
     """
     every, kept = timed.rounds(calm=False), timed.rounds(calm=True)
-    used = kept if len(kept) >= 6 else every
+    used = kept if len(kept) >= stats.least_pairs(alpha) else every
     base, cand = timed.per_call("baseline", used), timed.per_call("candidate", used)
     doubts = []
     if any(not math.isfinite(t) or t <= 0 for side in ("baseline", "candidate") for t in timed.raw[side]):
         raise WorkerFailed("void", "a time was not positive and finite", "clock")
-    interval = stats.speedup(base, cand, alpha)
+    interval = stats.widened(stats.speedup(base, cand, alpha), spread, alpha)
     overhead = max(timed.cost_s(side) / float(np.median(timed.raw[side])) for side in ("baseline", "candidate"))
     third = max(len(base) // 3, 1)
     drift = float(np.median(base[:third]) / np.median(base[-third:]))
@@ -98,7 +102,8 @@ def conclude(
     least = floor_s(problem, timed.shape, ceilings)
     middle = float(np.median(cand))
     result = ShapeResult(
-        shape=timed.shape, speedup=interval, claim=stats.claim(base, cand), baseline_s=float(np.median(base)),
+        shape=timed.shape, speedup=interval, claim=min(stats.claim(base, cand), stats.shrunk(interval, alpha)),
+        baseline_s=float(np.median(base)),
         candidate_s=middle, floor_s=least, floor_fraction=None if least is None else least / middle,
         overhead_fraction=overhead, calls_per_handshake=timed.slots, baseline=timed.baseline,
         faster=interval.low > threshold and not doubts,
