@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 
 def judge(  # noqa: PLR0917
     problem: Annotated[
-        str, typer.Argument(help="rmsnorm, softmax, matmul, silu_mul, a KernelBench .py or a FlashInfer-Trace .json.")
-    ],
-    candidate: Annotated[Path, typer.Argument(help="A .cpp, a .py, or a FlashInfer-Trace Solution .json.")],
+        str | None,
+        typer.Argument(help="rmsnorm, softmax, matmul, silu_mul, a KernelBench .py or a FlashInfer-Trace .json."),
+    ] = None,
+    candidate: Annotated[
+        Path | None, typer.Argument(help="A .cpp, a .py, or a FlashInfer-Trace Solution .json.")
+    ] = None,
+    suite: Annotated[
+        Path | None, typer.Option(help="Judge every .py and .cpp below this folder; stop it and it goes on later.")
+    ] = None,
     against: Annotated[
         Path | None, typer.Option(help="Compare with this candidate instead of eager, vendor and torch.compile.")
     ] = None,
@@ -30,6 +36,7 @@ def judge(  # noqa: PLR0917
     ] = "confirm",
     budget: Annotated[str, typer.Option(help="Time for measuring.")] = "30s",
     threads: Annotated[int, typer.Option(min=1, help="Cores that either side may use.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, or cuda:0 and the like for a candidate in Python.")] = "cpu",
     as_json: JsonOption = False,
     workspace: WorkspaceOption = UNSET,
 ) -> None:
@@ -44,6 +51,13 @@ def judge(  # noqa: PLR0917
     from profiles.load import parse_duration
 
     budget_s = parse_duration(budget, key="--budget")
+    if suite is not None:
+        _judge_suite(suite, problem, candidate, against, open_workspace(workspace), as_json,
+                     {"mode": mode, "budget_s": budget_s, "threads": threads, "device": device})  # fmt: skip
+        return
+    if problem is None or candidate is None:
+        raise InputError("A problem and a candidate are needed.", key="PROBLEM CANDIDATE",
+                         remedy="roofloop judge softmax my_kernel.cpp, or roofloop judge --suite FOLDER")  # fmt: skip
     one = problems.load(problem)
     subject = read_candidate(candidate, one)
     rival = read_candidate(against, one) if against else None
@@ -51,8 +65,8 @@ def judge(  # noqa: PLR0917
     with quiet(place, "judge") as streams:
         try:
             verdict = rule(
-                one, subject, mode=mode, ceilings=_ceilings(place, one, threads), threads=threads, builds=place.builds,
-                budget_s=budget_s, baseline=rival,
+                one, subject, mode=mode, ceilings=_ceilings(place, one, threads) if device == "cpu" else None,
+                threads=threads, builds=place.builds, budget_s=budget_s, baseline=rival, device=device,
             )  # fmt: skip
         finally:
             close()
@@ -61,6 +75,34 @@ def judge(  # noqa: PLR0917
             print_json(document, streams.out)
         else:
             streams.out.write("\n".join(verdict_lines(document)) + "\n")
+
+
+def _judge_suite(  # noqa: PLR0917
+    folder: Path,
+    problem: str | None,
+    candidate: Path | None,
+    against: Path | None,
+    place: Workspace,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    from flows.cli_suite import judge_folder, show_folder
+    from kernels.ruler.judge import close
+
+    if candidate is not None or against is not None:
+        raise InputError("--suite judges a folder: it takes no candidate and no --against.", key="--suite",
+                         remedy="Leave them out.")  # fmt: skip
+    with quiet(place, "judge") as streams:
+        try:
+            found = judge_folder(
+                folder, problem, place, options | {"ceilings": None, "builds": place.builds}, streams
+            )  # fmt: skip
+        finally:
+            close()
+    if as_json:
+        print_json(found)
+    else:
+        show_folder(found)
 
 
 def read_candidate(file: Path, problem: Problem) -> Candidate:

@@ -299,8 +299,9 @@ def _profile(stages: Mapping[str, Any]) -> dict[str, Any]:
     if "110-profile" not in stages:
         return {}
     before, after = stages["110-profile"]["profile"], stages.get("905-profile-after")
-    kept = {key: before[key] for key in ("wall_ms", "attributed_share", "notes")}
-    return kept | {"after_wall_ms": after["profile"]["wall_ms"] if after else None}
+    kept = {key: before[key] for key in ("attributed_share", "notes")}
+    later = after["profile"]["watched_wall_ms"] if after else None
+    return kept | {"wall_ms": before["watched_wall_ms"], "after_wall_ms": later}
 
 
 def _settings_search(search: Mapping[str, Any] | None) -> dict[str, Any]:

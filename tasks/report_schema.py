@@ -155,7 +155,9 @@ class Report(Record):
     peers: tuple[dict[str, Any], ...]
     operators: tuple[OperatorRow, ...]
     profile: dict[str, Any] = {}
-    """`wall_ms`, `attributed_share` and `notes` of the first profile; `after_wall_ms` of the final stack's."""
+    """`wall_ms`, `attributed_share` and `notes` of the first profile; `after_wall_ms` of the final stack's.
+
+    Wall times are those of the rounds that the operators' times are from, the stopwatches' own time taken out."""
     trials: tuple[dict[str, Any], ...]
     settings_search: dict[str, Any] = {}
     """`best` (knobs), `reason`, `drift` (of the defaults, |last / first − 1|) and `stopped`."""

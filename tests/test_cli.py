@@ -67,6 +67,11 @@ BAD = {
     "a campaign that is not there": ("rerun", ["abc"], ["abc", "campaigns"]),
     "a thing that a rerun cannot change": ("rerun", ["abc", "--with", "seed=1"], ["--with", "budget"]),
     "SQL that is wrong": ("kb", ["sql", "SELEC 1"], ["SELEC"]),
+    "nothing to judge": ("judge", [], ["PROBLEM", "--suite"]),
+    "a suite that is not there": ("judge", ["--suite", "nowhere"], ["nowhere", "--suite"]),
+    "a suite without candidates": ("judge", ["--suite", "."], ["--suite", "PROBLEM"]),
+    "a suite and a candidate": ("judge", ["softmax", "x.py", "--suite", "."], ["--suite"]),
+    "a device that is not there": ("judge", ["softmax", __file__, "--device", "cuda:9"], ["cuda:9", "device"]),
     "more threads than there are": ("judge", ["silu_mul", __file__, "--threads", "9999"], ["threads"]),
     "a candidate of no known kind": ("judge", ["silu_mul", str(ROOT / "LICENSE")], ["LICENSE", ".cpp"]),
 }
@@ -248,6 +253,27 @@ def test_a_verdict_for_people_says_what_is_wrong_and_where(tmp_path: Path) -> No
     assert rows["verdict"] == "incorrect"
     assert rows["first"].startswith("error  o[")
     assert "confinement" in rows
+
+
+def test_a_suite_judges_a_folder_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "suite"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.cpp").write_text(GOOD.replace("* y[i]", "+ y[i]"))  # names its problem by its function
+    (folder / "deep" / "b.py").write_text("# op: softmax\ndef run(x):\n    return x\n")
+    (folder / "c.py").write_text("# no word of what it solves\n")
+    words = ("judge", "--suite", str(folder), "--mode", "screen", "--budget", "0.3s", "--json")
+    first = call(*words, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    found = json.loads(first.stdout)
+    rows = {row["file"]: (row["problem"], row["status"], row["kept"]) for row in found["candidates"]}
+    assert rows == {"a.cpp": ("silu_mul", "incorrect", False), "deep/b.py": ("softmax", "incorrect", False)}
+    assert (found["counts"], found["left_out"]) == ({"incorrect": 2}, ["c.py"])
+    assert first.stderr.splitlines() == ["1: a.cpp: incorrect", "2: deep/b.py: incorrect"]
+    again = json.loads(call(*words, cwd=tmp_path).stdout)
+    assert [row["kept"] for row in again["candidates"]] == [True, True]
+    assert [row["verdict_id"] for row in again["candidates"]] == [row["verdict_id"] for row in found["candidates"]]
+    table = call(*words[:-1], cwd=tmp_path).stdout
+    assert "2 judged: 2 incorrect. 1 left out." in table
 
 
 def test_numbers_that_json_lacks_are_null() -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from ruler_problems import LINEAR, MATMUL, RMSNORM, SILU_MUL, SOFTMAX
 
 from kernels.errors import InputError
@@ -411,3 +412,19 @@ def test_building_is_confined_and_cached(tmp_path):
     parallel = build.build(Candidate("cpp", source, "run_silu_mul"), SILU_MUL, tmp_path / "b")
     needed = subprocess.run(["readelf", "-d", str(parallel.path)], capture_output=True, text=True, check=True).stdout
     assert "libgomp" not in needed
+
+
+def test_a_device_that_is_not_there_is_said(builds):
+    with pytest.raises(InputError, match="no device 'cuda:9'") as failed:
+        run(SMALL["softmax"], SMALL["softmax"].reference, builds, device="cuda:9")
+    assert failed.value.key == "device"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here: the same protocol runs on the CPU")
+def test_the_protocol_on_an_accelerator(builds):
+    problem = SMALL["softmax"]
+    right = run(problem, problem.reference, builds, device="cuda:0", mode="confirm", budget_s=3.0)
+    assert right.status in ("valid", "unresolved")
+    assert not (right.faster and right.speedup.estimate > 1.2)
+    lazy = "import torch\ndef run(x):\n    return torch.empty_like(x)\n"
+    assert run(problem, lazy, builds, device="cuda:0").status == "incorrect"

@@ -14,19 +14,13 @@ from pathlib import Path
 
 from kernels.errors import InputError
 from kernels.problems.hidden import hidden_shapes
+from kernels.problems.named import NAMED
 from kernels.problems.operators import OPERATORS, VALUE, Operator
 from kernels.ruler.spec import Cost, Problem, Shape, Tensor
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-_NAMED: Mapping[str, tuple[Shape, ...]] = {
-    "rmsnorm": ({"rows": 512, "cols": 1024}, {"rows": 64, "cols": 4096}),
-    "softmax": ({"rows": 512, "cols": 1024}, {"rows": 64, "cols": 4096}),
-    "matmul": ({"m": 256, "n": 256, "k": 256}, {"m": 64, "n": 512, "k": 384}),
-    "silu_mul": ({"n": 1 << 19}, {"n": 1 << 16}),
-}
-
-NAMES = tuple(_NAMED)
+NAMES = tuple(NAMED)
 """Names that `by_name` knows."""
 
 
@@ -92,9 +86,9 @@ def by_name(name: str, *, seed: int | None = None) -> Problem:
     Raises:
         InputError: another name.
     """
-    if name not in _NAMED:
-        raise _unknown("problem", name, _NAMED)
-    return build(name, dtype="float32", visible=_NAMED[name], name=name, seed=seed)
+    if name not in NAMED:
+        raise _unknown("problem", name, NAMED)
+    return with_visible(NAMED[name], NAMED[name].visible, seed=seed)
 
 
 def load(path_or_name: str | Path, *, seed: int | None = None) -> Problem:
@@ -103,15 +97,15 @@ def load(path_or_name: str | Path, *, seed: int | None = None) -> Problem:
     Raises:
         InputError: no such name or file, another kind of file, or one that lacks what a problem needs.
     """
-    if str(path_or_name) in _NAMED:
+    if str(path_or_name) in NAMED:
         return by_name(str(path_or_name), seed=seed)
     path = Path(path_or_name)
     if not path.is_file():
-        close = difflib.get_close_matches(str(path_or_name), _NAMED, 1)
+        close = difflib.get_close_matches(str(path_or_name), NAMED, 1)
         hint = f": did you mean {close[0]!r}?" if close else "."
         raise InputError(
             f"There is no problem of this name and no file at this path{hint}",
-            remedy=f"Names: {', '.join(_NAMED)}; files: KernelBench .py, FlashInfer-Trace .json.",
+            remedy=f"Names: {', '.join(NAMED)}; files: KernelBench .py, FlashInfer-Trace .json.",
             file=path_or_name,
         )
     if path.suffix == ".json":

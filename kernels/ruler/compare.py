@@ -72,7 +72,8 @@ def expect(problem: Problem, reference: Reference, arguments: Sequence[Any], ter
         if not tensor.is_floating_point():
             return tensor
         bits = np.unpackbits(np.frombuffer(draw.bytes(tensor.numel() // 8 + 1), np.uint8), count=tensor.numel())
-        return torch.from_numpy(bits).double().view(tensor.shape).mul_(2 * unit).add_(1 - unit).mul_(tensor)
+        signs = torch.from_numpy(bits).to(tensor.device).double().view(tensor.shape)
+        return signs.mul_(2 * unit).add_(1 - unit).mul_(tensor)
 
     truths, naturals = evaluate(exact), evaluate(lambda tensor: tensor.clone())
     rounded = any(t.dtype in (torch.bfloat16, torch.float16) for t in naturals)  # their spread must be known well

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.ruler import cgroup, sandbox, worker
-from kernels.ruler.inputs import Layout, Memory
+from kernels.ruler.inputs import DeviceMemory, Layout, Memory, allocate
 
 _numbers = count()
 # The allocator's sliding thresholds make the same operator take 0.2 or 2 ms in fresh processes: pinned, on both sides.
@@ -81,10 +81,11 @@ def visible_paths() -> tuple[str, ...]:
 class Worker:
     """One worker process, frozen except while a call is in progress."""
 
-    def __init__(
-        self, template: Template, inputs: Memory, output_bytes: int, policy: sandbox.Policy, extra: dict[str, str]
-    ) -> None:
-        self.outputs = Memory(output_bytes, sealed=False)
+    def __init__(  # noqa: PLR0917
+        self, template: Template, inputs: Memory | DeviceMemory, output_bytes: int, policy: sandbox.Policy,
+        extra: dict[str, str], device: str = "cpu",
+    ) -> None:  # fmt: skip
+        self.outputs = allocate(output_bytes, sealed=False, device=device)
         self.name = str(next(_numbers))
         self.group = cgroup.Cgroup(self.name, policy.pids) if policy.level == "full" else None
         self.pid: int | None = None
@@ -97,6 +98,7 @@ class Worker:
             "policy": asdict(policy), "groups": [str(f) for f in self.group.folders] if self.group else [],
             "env": {**template.environment, "TMPDIR": "/tmp", **extra},
             "input_bytes": inputs.size, "output_bytes": self.outputs.size,
+            "tickets": [inputs.ticket, self.outputs.ticket],
         }  # fmt: skip
         theirs = [go_r, reply_w, log_w, inputs.fd, self.outputs.fd, life_r, report_w]
         socket.send_fds(template.channel, [json.dumps(request).encode()], theirs)

@@ -72,12 +72,39 @@ class Memory:
             except (OSError, AttributeError):
                 pass
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.ticket: list[Any] = []
 
     def close(self) -> None:
         """Give the memory back."""
         del self.bytes
         os.close(self.fd)
         self.map.close()
+
+
+class DeviceMemory:
+    """Memory on an accelerator (CUDA, ROCm) that is the ruler's; workers open it by its handle.
+
+    Inputs cannot be sealed there. A candidate that writes to its own spoils its own results at most: the baseline's
+    worker gets the same values written anew before it runs, and expectations come from copies.
+    """
+
+    def __init__(self, size: int, device: str) -> None:
+        self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.sealed = False
+        self.bytes = torch.zeros(self.size, dtype=torch.uint8, device=device)
+        handle = self.bytes.untyped_storage()._share_cuda_()
+        self.ticket: list[Any] = [part.hex() if isinstance(part, bytes) else part for part in handle]
+        self.fd = os.open(os.devnull, os.O_RDWR)  # in the place of the memory file
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self.bytes
+        os.close(self.fd)
+
+
+def allocate(size: int, *, sealed: bool, device: str) -> Memory | DeviceMemory:
+    """Memory for inputs (`sealed`) or outputs where the candidate computes."""
+    return Memory(size, sealed=sealed) if device == "cpu" else DeviceMemory(size, device)
 
 
 @dataclass(frozen=True)
@@ -151,7 +178,7 @@ def _strides(sizes: tuple[int, ...], pad: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def batch_view(memory: Memory, place: Place, slots: int) -> torch.Tensor:
+def batch_view(memory: Memory | DeviceMemory, place: Place, slots: int) -> torch.Tensor:
     """The tensor of all slots at once: shape [slots, *shape], over the memory itself."""
     size = SIZES[place.dtype]
     first = place.offset // size
@@ -159,20 +186,20 @@ def batch_view(memory: Memory, place: Place, slots: int) -> torch.Tensor:
     return flat.as_strided((slots, *place.shape), (place.pitch // size, *place.strides), first)
 
 
-def poison(memory: Memory, plan: Layout, rng: np.random.Generator) -> int:
+def poison(memory: Memory | DeviceMemory, plan: Layout, rng: np.random.Generator) -> int:
     """Fill the outputs and their guards with one fresh random word; returns it."""
     word = int(rng.integers(1 << 62, 1 << 63))
     memory.bytes[: plan.output_bytes].view(torch.int64).fill_(word)
     return word
 
 
-def guards_intact(memory: Memory, plan: Layout, word: int) -> bool:
+def guards_intact(memory: Memory | DeviceMemory, plan: Layout, word: int) -> bool:
     """Whether every byte around the outputs is still as the poison left it."""
     for place in plan.outputs:
         data = place.bytes
         block = memory.bytes.as_strided((plan.slots, place.pitch), (place.pitch, 1), place.offset - GUARD)
         pattern = np.resize(np.frombuffer(word.to_bytes(8, "little"), np.uint8), place.pitch)
-        expected = torch.from_numpy(pattern)
+        expected = torch.from_numpy(pattern).to(block.device)
         if not torch.equal(block[:, :GUARD], expected[:GUARD].expand(plan.slots, -1)):
             return False
         if not torch.equal(block[:, GUARD + data :], expected[GUARD + data :].expand(plan.slots, -1)):
@@ -226,8 +253,9 @@ def scalars(problem: Problem, rng: np.random.Generator | None) -> list[float | i
     return drawn
 
 
-def fill(problem: Problem, plan: Layout, memory: Memory, rng: np.random.Generator, *, regime: str = "normal",
-         target: int | None = None, constants: bool = True, twists: bool = False) -> Views:  # fmt: skip
+def fill(problem: Problem, plan: Layout, memory: Memory | DeviceMemory, rng: np.random.Generator, *,
+         regime: str = "normal", target: int | None = None, constants: bool = True,
+         twists: bool = False) -> Views:  # fmt: skip
     """Write fresh values for every slot; returns the views.
 
     A special regime is applied to one tensor (the `target`-th that is not of integers, else a drawn one) and, half

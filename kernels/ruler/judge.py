@@ -39,7 +39,7 @@ THRESHOLD = 1.02
 def judge(
     problem: Problem, candidate: Candidate, *, mode: Mode, ceilings: Ceilings | None, threads: int, builds: Path,
     budget_s: float, seed: bytes | None = None, confinement: str = "best", baseline: Candidate | None = None,
-    cache_state: str = "warm", alpha: float = 0.05, thorough: bool = True,
+    cache_state: str = "warm", alpha: float = 0.05, thorough: bool = True, device: str = "cpu",
 ) -> Verdict:  # fmt: skip
     """Judge a candidate; calls from several threads take turns.
 
@@ -59,6 +59,7 @@ def judge(
         alpha: level of the interval; see `stats.alpha_of_try` for a campaign's confirmations.
         thorough: check every shape and regime. Without, a screen checks the first visible shape and one hidden case:
             enough to choose what is confirmed, and never for anything else. Confirming is always thorough.
+        device: where both sides compute: `cpu`, or `cuda:0` and the like for candidates in Python on an accelerator.
 
     Raises:
         InputError: the problem itself is unfit, or the machine lacks what judging needs.
@@ -68,7 +69,8 @@ def judge(
     request = {
         "problem": problem, "candidate": candidate, "mode": mode, "ceilings": ceilings, "threads": threads,
         "builds": Path(builds).resolve(), "budget_s": budget_s, "seed": seed, "confinement": confinement,
-        "baseline": baseline, "cache_state": cache_state, "alpha": alpha, "thorough": thorough or mode == "confirm",
+        "baseline": baseline, "cache_state": cache_state, "alpha": alpha,
+        "thorough": thorough or mode == "confirm", "device": device,
     }  # fmt: skip
     return _ruler().ask(request, patience_s=budget_s + 600)
 
@@ -193,7 +195,7 @@ class Bench:
 def judge_here(
     bench: Bench, *, problem: Problem, candidate: Candidate, mode: Mode, ceilings: Ceilings | None, threads: int,
     builds: Path, budget_s: float, seed: bytes | None, confinement: str, baseline: Candidate | None, cache_state: str,
-    alpha: float, thorough: bool,
+    alpha: float, thorough: bool, device: str,
 ) -> Verdict:  # fmt: skip
     """`judge`, in the ruler's own process."""
     from kernels.ruler import build as building
@@ -207,6 +209,7 @@ def judge_here(
         "versions": versions(), "cache_state": cache_state,
     }  # fmt: skip
     session: Session | None = None
+    _check_device(device, candidate, baseline)
     try:
         if problem.id not in bench.tested:
             pretest.check(problem)
@@ -216,9 +219,10 @@ def judge_here(
             problem, candidate, built, baseline, builds, threads, confinement, seed or secrets.token_bytes(32),
             confirm=mode == "confirm", cold=cache_state == "cold", alpha=alpha, threshold=bench.threshold,
             compiled=mode == "confirm" and baseline is None and budget_s >= COMPILE_FROM_S, thorough=thorough,
+            device=device,
         )  # fmt: skip
         template = bench.template(threads)
-        with device_lease(Path(tempfile.gettempdir()) / f"roofloop-{os.getuid()}", "cpu"):
+        with device_lease(Path(tempfile.gettempdir()) / f"roofloop-{os.getuid()}", device):
             session = Session(terms, template)
             frame |= _measure(bench, session, ceilings, time.monotonic() + budget_s)
     except building.BuildFailed as error:
@@ -232,6 +236,21 @@ def judge_here(
         if session is not None:
             session.close()
     return Verdict(**frame, duration_s=round(time.monotonic() - began, 4))
+
+
+def _check_device(device: str, candidate: Candidate, baseline: Candidate | None) -> None:
+    """Raises InputError where there is no such device, or a candidate cannot compute there."""
+    if device == "cpu":
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device not in {f"cuda:{i}" for i in range(count)}:
+        has = f"cuda:0 to cuda:{count - 1}" if count else "no accelerator that torch can use"
+        raise InputError(f"There is no device {device!r} here.", remedy=f"This machine has {has}.", key="device")
+    for what in (candidate, baseline):
+        if what is not None and what.language == "cpp":
+            raise InputError("A C++ candidate computes on the CPU.", remedy="Use device cpu.", key="device")
 
 
 def _measure(bench: Bench, session: Any, ceilings: Ceilings | None, end: float) -> dict[str, Any]:

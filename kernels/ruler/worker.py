@@ -112,12 +112,14 @@ def _worker(request: dict[str, Any], policy: Any, failed: list[str], fds: tuple[
     os.environ.clear()
     os.environ.update(request["env"])
     sizes = request["input_bytes"], request["output_bytes"]
-    side = Side(mmap.mmap(inputs, sizes[0], mmap.MAP_SHARED, mmap.PROT_READ), mmap.mmap(outputs, sizes[1]))
-    keep = {0, 1, 2, go, reply, log}
+    keep = {0, 1, 2, go, reply, log, inputs, outputs}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else map(str, range(3, 256)):
         if int(name) not in keep:
             with contextlib.suppress(OSError):
                 os.close(int(name))
+    side = _side(request["tickets"], (inputs, outputs), sizes)  # after the rest is closed: a driver opens files, too
+    os.close(inputs)
+    os.close(outputs)
     lacking = failed + sandbox.enter(policy, not failed)
     for number in range(1, 32):
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
@@ -154,6 +156,22 @@ def _worker(request: dict[str, Any], policy: Any, failed: list[str], fds: tuple[
         os.write(reply, answer)
 
 
+def _side(tickets: list[list[Any]], fds: tuple[int, int], sizes: tuple[int, int]) -> Side:
+    """Map the ruler's memory: files on the CPU (the inputs read-only), handles on an accelerator."""
+    if not tickets[0]:
+        given = mmap.mmap(fds[0], sizes[0], mmap.MAP_SHARED, mmap.PROT_READ)
+        return Side(given, mmap.mmap(fds[1], sizes[1]), lambda: None)
+    import torch
+
+    opened = []
+    for ticket in tickets:
+        parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in ticket]
+        storage = torch.UntypedStorage._new_shared_cuda(*parts)
+        opened.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    torch.cuda.synchronize()  # loads what it needs before the candidate is here
+    return Side(opened[0], opened[1], torch.cuda.synchronize)
+
+
 def _tell(log: int, text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(log, text.encode(errors="replace")[:2000])
@@ -166,8 +184,10 @@ class Misfit(Exception):
 class Side:
     """What one worker has loaded: functions, and for each the prepared calls of the current shape."""
 
-    def __init__(self, inputs: mmap.mmap, outputs: mmap.mmap) -> None:
-        self.inputs, self.outputs = inputs, outputs
+    def __init__(self, inputs: Any, outputs: Any, finish: Callable[[], Any]) -> None:
+        self.inputs, self.outputs = inputs, outputs  # memory maps, or all bytes of a device's memory as tensors
+        self.finish = finish
+        """Waits until the device has done all that was asked of it."""
         self.functions: dict[int, dict[str, Any]] = {}
         self.calls: dict[int, Any] = {}
         self.packed: dict[int, list[Any]] = {}
@@ -211,15 +231,21 @@ class Side:
         function, store = calls["function"], calls["store"]
         for arguments, outputs in calls["slots"][first : first + count]:
             store(function(*arguments), outputs)
+        self.finish()
 
-    def _tensor(self, memory: mmap.mmap, place: dict[str, Any], slot: int) -> Any:
+    def _tensor(self, memory: Any, place: dict[str, Any], slot: int) -> Any:
         import torch
 
         dtype = getattr(torch, place["dtype"])
-        count = 1 + sum((n - 1) * s for n, s in zip(place["shape"], place["strides"], strict=True))
+        host = isinstance(memory, mmap.mmap)
         if 0 in place["shape"]:
-            return torch.empty(place["shape"], dtype=dtype)
-        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=place["offset"] + slot * place["pitch"])
+            return torch.empty(place["shape"], dtype=dtype, device="cpu" if host else memory.device)
+        count = 1 + sum((n - 1) * s for n, s in zip(place["shape"], place["strides"], strict=True))
+        start = place["offset"] + slot * place["pitch"]
+        if host:  # a storage of its own, as a tensor of the model would have
+            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+        else:
+            flat = memory[start : start + count * dtype.itemsize].view(dtype)
         return flat.as_strided(place["shape"], place["strides"])
 
     def _address(self, memory: mmap.mmap, place: dict[str, Any], slot: int) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from kernels.ruler import build as building
 from kernels.ruler import handle, inputs, sandbox, worker
@@ -39,6 +38,8 @@ class Terms:
     threshold: float
     compiled: bool
     """Whether torch.compile of the reference is to be tried as a baseline."""
+    device: str = "cpu"
+    """Where both sides compute: `cpu`, `cuda:0` (ROCm's devices have that name too)."""
     thorough: bool = True
     """Without, a screen checks the first visible shape and one hidden case: enough to choose what is confirmed."""
 
@@ -59,7 +60,9 @@ class Workers:
         shapes = (*self.problem.visible, *self.hidden)
         plans = [self._plan(shape, self._most_slots(shape), padded=True) for shape in shapes]
         self.output_bytes = max(plan.output_bytes for plan in plans) + 4096
-        self.memory = inputs.Memory(max(plan.input_bytes for plan in plans) + 4096, sealed=True)
+        self.memory = inputs.allocate(
+            max(plan.input_bytes for plan in plans) + 4096, sealed=True, device=terms.device
+        )  # fmt: skip
         try:
             self._find_files()
             self.open()
@@ -81,7 +84,9 @@ class Workers:
         self.policy = sandbox.Policy(
             read=(*handle.visible_paths(), *map(str, files)), fork=False, cpus=tuple(handle.cores(terms.threads)),
             level="full" if terms.confinement == "best" else terms.confinement, pids=64 + 4 * (os.cpu_count() or 1),
-            memory_bytes=(2 << 30) + 8 * (self.memory.size + self.output_bytes), tmp_bytes=32 << 20,
+            # A driver maps gigabytes for itself.
+            memory_bytes=(2 << 30) + 8 * (self.memory.size + self.output_bytes) + (terms.device != "cpu") * (32 << 30),
+            tmp_bytes=32 << 20,
         )  # fmt: skip
 
     def open(self) -> None:
@@ -97,7 +102,7 @@ class Workers:
                 self.policy, fork=True, write=(str(cache),), memory_bytes=self.policy.memory_bytes + (4 << 30)
             )
             extra = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        interpreted = terms.candidate.language == "triton" and not torch.cuda.is_available()
+        interpreted = terms.candidate.language == "triton" and terms.device == "cpu"
         self.base = self._worker(trusted, extra)
         self.cand = self._worker(self.policy, {"TRITON_INTERPRET": "1"} if interpreted else {})
         self.twin = self._worker(trusted, extra) if terms.confirm else None
@@ -121,7 +126,7 @@ class Workers:
         self._load(self.cand, terms.candidate, terms.built.path)
 
     def _worker(self, policy: sandbox.Policy, extra: dict[str, str]) -> handle.Worker:
-        made = handle.Worker(self.template, self.memory, self.output_bytes, policy, extra)
+        made = handle.Worker(self.template, self.memory, self.output_bytes, policy, extra, self.terms.device)
         self.workers.append(made)
         return made
 
