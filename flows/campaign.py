@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, tags
+from prefect import flow, tags, task
+from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from flows import artifacts
@@ -18,6 +19,7 @@ from kernels.ruler import canaries
 from kernels.ruler.floor import Ceilings
 from kernels.ruler.lease import device_lease
 from kernels.ruler.spec import Problem
+from kernels.ruler.verdict import Verdict
 from profiles import roofline
 from profiles.target import Target
 from tasks.agents.offline import OfflineExecutor
@@ -30,6 +32,12 @@ from tasks.workspace import Workspace
 
 CANARIES = 2
 """Known cheats and honest oddities judged beside each campaign that won."""
+
+
+@task(name="judge", task_run_name="{name}", persist_result=False, cache_policy=NO_CACHE)
+def judged(name: str, work: Callable[[], Verdict]) -> Verdict:
+    """One judgement of the ruler, to be seen and timed in the UI."""
+    return work()
 
 
 def bench_of(lab: Lab, threads: int) -> Bench:
@@ -123,6 +131,7 @@ def campaign(workspace_root: str, models: str, run_id: str, campaign_id: str, bu
         canaries=canaries_of(run.seed("canaries", campaign_id)),
         budget_s=budget_s,
         progress=progress,
+        step=judged,
     )
     record_outcome(store, done.outcome, task=one)
     display.end(title, f"{done.outcome.conclusion.replace('_', ' ')}: {done.outcome.reason}")

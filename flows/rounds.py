@@ -12,7 +12,7 @@ from prefect.futures import PrefectFuture, wait
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows import artifacts
-from flows.campaign import bench_of, canaries_of
+from flows.campaign import bench_of, canaries_of, judged
 from flows.steps import step
 from flows.terminal import current
 from kb.records import Attempt, EndToEnd, Idea, Profile, ProfileRow
@@ -251,6 +251,7 @@ def _campaign(title: str, course: Course, key: str, context: PlanContext) -> str
         bench_of(course.lab, one.threads),
         canaries=canaries_of(run.seed("canaries", key)),
         progress=progress,
+        step=judged,
     )
     said = done.outcome.reason
     display.say(f"  {title}: {done.outcome.conclusion.replace('_', ' ')}. {said}")

@@ -21,7 +21,7 @@ from kernels.ruler.verdict import Verdict
 from profiles.engines.base import Promoted
 from tasks.agents.protocol import CampaignResult, CampaignTask, Executor
 from tasks.codec import from_json, to_json
-from tasks.judge import SETTLED, Bench, Notebook
+from tasks.judge import SETTLED, Bench, Notebook, Step
 from tasks.run_state import now, read_json, write_json
 
 Canaries = Callable[[Bench], "Mapping[str, Any]"]
@@ -96,6 +96,7 @@ def run_campaign(
     canaries: Canaries,
     budget_s: float | None = None,
     progress: Callable[[Attempt], None] = lambda _: None,
+    step: Step = lambda _, work: work(),
 ) -> Concluded:
     """Run the campaign whose `campaign.json` lies in `folder`, or return what it came to before.
 
@@ -107,6 +108,7 @@ def run_campaign(
         canaries: what tests the ruler beside this campaign; when one comes out wrong, the campaign is void.
         budget_s: seconds to spend now, in the place of the planned ones.
         progress: hears of each attempt.
+        step: runs each judgement under a name.
     """
     before = concluded(folder)
     if before is not None:
@@ -129,7 +131,7 @@ def run_campaign(
 
     bench = bench.for_campaign(task.budget_s, task.cache_state)
     try:
-        result = executor.run(task, notebook.judge_with(bench, task.problem, kept), report)
+        result = executor.run(task, notebook.judge_with(bench, task.problem, kept, step), report)
     except NoCompiler as error:
         result = _failed(task, str(error))
     if result.conclusion == "won":

@@ -17,6 +17,9 @@ from kernels.ruler.stats import alpha_of_try
 from kernels.ruler.verdict import Mode, Verdict
 from tasks.run_state import read_json, write_json
 
+Step = Callable[[str, Callable[[], Verdict]], Verdict]
+"""Runs a judgement under a name, for instance as a task of its own."""
+
 SETTLED = ("valid", "incorrect", "build_failed")
 """Verdicts that another try would not change. The others (crashed, timeout, void, unresolved, …) are tried again."""
 
@@ -108,15 +111,21 @@ class Notebook:
         write_json(self.folder / "verdicts" / f"{candidate.id}.{verdict.mode}.json", verdict.to_json())
 
     def judge_with(
-        self, bench: Bench, problem: Problem, kept: Callable[[Verdict], None] = lambda _: None
+        self,
+        bench: Bench,
+        problem: Problem,
+        kept: Callable[[Verdict], None] = lambda _: None,
+        step: Step = lambda _, work: work(),
     ) -> Callable[[Candidate, Mode], Verdict]:
-        """The judge that an executor is given; `kept` hears of each new verdict."""
+        """The judge that an executor is given; `kept` hears of each new verdict, `step` runs what makes one."""
 
         def judge(candidate: Candidate, mode: Mode) -> Verdict:
             held = self.verdict(candidate.id, mode)
             if held is not None and held.problem_id == problem.id:
                 return held
-            verdict = bench.judge(problem, candidate, mode, self._alpha() if mode == "confirm" else 0.05)
+            alpha = self._alpha() if mode == "confirm" else 0.05
+            name = f"{mode} {candidate.id[:8]} · {problem.name}"
+            verdict = step(name, lambda: bench.judge(problem, candidate, mode, alpha))
             self.keep(candidate, verdict)
             kept(verdict)
             return verdict

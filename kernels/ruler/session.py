@@ -19,11 +19,13 @@ from kernels.errors import InputError
 from kernels.ruler import compare, handle, inputs, stats, worker
 from kernels.ruler.spec import Shape
 from kernels.ruler.timing import MOST_OVERHEAD, Timed, flush
-from kernels.ruler.workers import CALL_S, COMPILE_S, COMPILED, FIRST_S, Terms, Workers
+from kernels.ruler.workers import CALL_S, COMPILE_S, COMPILED, FIRST_S, LIBRARY, OPTIONAL, Terms, Workers
 
 ROUNDS = {"quick": (6, 10), "screen": (6, 24), "confirm": (4, 24)}
 SESSIONS = {"quick": 1, "screen": 1, "confirm": 3}
 """Rounds of a session before a narrow interval ends it, and at most; sessions (of fresh workers) in a verdict."""
+UNLIKE = 3
+"""How much larger the candidate's batch may need to be before the two sides have batches of different sizes."""
 SINGLES = 4
 """Runs of one call in each session."""
 HOPELESS = 1.1
@@ -66,14 +68,18 @@ class Session(Workers):
         ]
 
     def _check_slot(
-        self, plan: inputs.Layout, arguments: list[Any], slot: int
+        self, plan: inputs.Layout, arguments: list[Any], slot: int, side: handle.Worker | None = None
     ) -> tuple[dict[str, Any] | None, list[compare.Expected], float]:
-        """The candidate's outputs of one slot against full expectations: (first error, expectations, error/budget)."""
+        """The outputs of one slot (the candidate's, or `side`'s) against full expectations.
+
+        Returns:
+            (first error, expectations, error / budget)
+        """
         terms = compare.summed(self.problem, dict(plan.axes))
         expected = compare.expect(self.problem, self.reference, arguments, terms, int(self._rng().integers(1 << 31)))
         worst = 0.0
         for place, tensor, what in zip(plan.outputs, self.problem.outputs, expected, strict=True):
-            got = inputs.batch_view(self.cand.outputs, place, plan.slots)[slot]
+            got = inputs.batch_view((side or self.cand).outputs, place, plan.slots)[slot]
             if what.truth.shape != got.shape:
                 raise InputError(
                     f"The reference gives shape {tuple(what.truth.shape)}, the problem says {tuple(got.shape)}.",
@@ -83,7 +89,8 @@ class Session(Workers):
             worst = max(worst, figure)
             if error is not None:
                 return {"output": tensor.name, **error}, expected, figure
-        self.cases["worst"] = max(self.cases["worst"], worst)
+        if side is None:
+            self.cases["worst"] = max(self.cases["worst"], worst)
         return None, expected, worst
 
     def _case(
@@ -273,24 +280,30 @@ class Session(Workers):
         """
         plan = self._plan(shape, probe)
         self._configure(plan, scalars, probe)
-        self._fill(plan)
+        views = self._fill(plan)
         self._prepare(plan, scalars, all_sides=True)
         native = self.terms.candidate.language == "cpp"
         slow, fast = (
             float(np.median([self._cost(plan, kind, 0) for _ in range(5)]))
             for kind in (self._native_baseline(), native)
         )
-        quick = {}
+        quick: dict[int, float] = {}
         for which in list(self.baselines):
             try:
                 first_s = self.base.run(which, 0, probe, COMPILE_S if which == COMPILED else FIRST_S + CALL_S)
                 self.compile_s += first_s if which == COMPILED else 0.0
-                quick[which] = min(self.base.run(which, 0, probe, CALL_S) for _ in range(3)) - slow
+                spent = min(self.base.run(which, 0, probe, CALL_S) for _ in range(3)) - slow
+                wrong = None
+                if which == LIBRARY and spent < min(quick.values()):
+                    wrong, _, _ = self._check_slot(plan, self._arguments(plan, views, scalars, 0), 0, self.base)
+                if wrong is not None:
+                    raise handle.WorkerFailed("incorrect", "its results are out of the budget")
+                quick[which] = spent
             except handle.WorkerFailed as error:
-                if which != COMPILED:
+                if which not in OPTIONAL:
                     raise
-                self.notes["compile"] = f"torch.compile failed: {error.reason} {self.base.said()[-200:]}"
-                del self.baselines[which]
+                name = self.baselines.pop(which)
+                self.notes[name] = f"left out: {error.reason} {self.base.said()[-200:]}".strip()
         which = min(quick, key=quick.__getitem__)
         self.cand.run(0, 0, probe, FIRST_S + CALL_S)
         ours = min(self.cand.run(0, 0, probe, CALL_S) for _ in range(3)) - fast
@@ -302,11 +315,13 @@ class Session(Workers):
             del self.baselines[COMPILED]
         self.chosen.add(which)
         slots, baseline_slots = (
-            int(min(most, max(1, math.ceil(2 * probe * cost / max(spent, 1e-8) / MOST_OVERHEAD))))
+            int(min(most, max(1, math.ceil(3 * probe * cost / max(spent, 1e-8) / MOST_OVERHEAD))))
             for cost, spent in ((fast, ours), (slow, quick[which]))
         )
+        if slots < UNLIKE * baseline_slots:  # the first call of a batch costs more: batches must be alike
+            slots = baseline_slots = max(slots, baseline_slots)
         return Timed(
-            shape, max(slots, baseline_slots), baseline_slots, which, self.baselines[which],
+            shape, slots, baseline_slots, which, self.baselines[which],
             max(quick[which], 1e-6) / probe, len(self.sides),
         )  # fmt: skip
 
