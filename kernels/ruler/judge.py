@@ -264,13 +264,12 @@ def _measure(bench: Bench, session: Any, ceilings: Ceilings | None, end: float) 
     terms = session.terms
     session.check_visible()
     shapes = terms.problem.visible[: None if terms.confirm else 1]
-    timed: list[Any] = [None] * len(shapes)
+    timed = [session.choose(dict(shape)) for shape in shapes]
     left = SESSIONS[session.mode] * len(shapes)
-    for number in range(SESSIONS[session.mode]):
-        if number:
-            session.open()
-        for index, shape in enumerate(shapes):
-            timed[index] = session.time(dict(shape), (end + session.compile_s - time.monotonic()) / left, timed[index])
+    for _ in range(SESSIONS[session.mode]):
+        session.open()  # fresh workers on all sides, which have loaded and run the same
+        for run in timed:
+            session.time(run, (end + session.compile_s - time.monotonic()) / left)
             left -= 1
     operators = session.trace() if terms.candidate.language != "cpp" else []
     session.check_hidden()

@@ -234,16 +234,17 @@ class Session(Workers):
 
     # --- timing ----------------------------------------------------------------------------------------------------
 
-    def time(self, shape: dict[str, int], budget_s: float, timed: Timed | None) -> Timed:
-        """Rounds at one visible shape until the interval is narrow or the budget is spent.
+    def choose(self, shape: dict[str, int]) -> Timed:
+        """The fastest baseline at a visible shape, and how many calls go into one handshake."""
+        return self._choose(shape, inputs.scalars(self.problem, None), min(self._most_slots(shape), 16))
 
-        `timed`: what earlier sessions measured at this shape; it goes on from there with the same baseline and batch.
+    def time(self, timed: Timed, budget_s: float) -> None:
+        """Rounds at one visible shape, added to what was measured before, until the interval is narrow or the budget is
+        spent.
         """
         scalars = inputs.scalars(self.problem, None)
-        if timed is None:
-            timed = self._choose(shape, scalars, min(self._most_slots(shape), 16))
         end = time.monotonic() + budget_s
-        plan = self._plan(shape, timed.slots)
+        plan = self._plan(timed.shape, timed.slots)
         self._configure(plan, scalars, timed.baseline_slots)
         self._fill(plan)
         self._prepare(plan, scalars, all_sides=True)
@@ -271,7 +272,6 @@ class Session(Workers):
                 self._singly(plan, scalars, timed, limit)
         finally:
             gc.enable()
-        return timed
 
     def _choose(self, shape: dict[str, int], scalars: list[Any], probe: int) -> Timed:
         """Choose the fastest baseline, and so many calls a handshake that it costs little.
@@ -363,9 +363,10 @@ class Session(Workers):
         if self.twin is not None:
             timed.add(twin=times[self.twin])
         native = self.terms.candidate.language == "cpp"
-        timed.add(
-            candidate_cost=self._cost(plan, native, 0), baseline_cost=self._cost(plan, self._native_baseline(), 0)
-        )
+        # One figure for both sides where they are called in one way: the second of two handshakes costs less.
+        kinds = sorted({native, self._native_baseline()}, reverse=turn % 2 == 0)
+        costs = {kind: self._cost(plan, kind, 0) for kind in kinds}
+        timed.add(candidate_cost=costs[native], baseline_cost=costs[self._native_baseline()])
         if native and not self._native_baseline():
             timed.add(copy=self._cost(plan, False, timed.baseline_slots))
         self._check_batch(plan, views, scalars, word)

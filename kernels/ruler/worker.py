@@ -214,13 +214,14 @@ class Side:
             packed = [self._prepare(function, body, number) for number in range(body["sets"])]
             self.packed[which] = packed
             self.calls[which] = self._calls(function, body, packed)
-
         elif kind == TRACE:
             names: set[str] = set()
             calls = self.calls[body["which"]]
             with listener(names):
                 calls["function"](*calls["slots"][0][0])
             _tell(log, " ".join(sorted(names)))
+        # A side with more functions or slots has more objects: collections during a call must not see them.
+        gc.freeze()
 
     def benchmark_time(self, which: int, first: int, count: int) -> None:
         """Call Python function `which` on slots `first … first + count - 1`.

@@ -14,7 +14,7 @@ from kernels.ruler import handle, inputs, sandbox, worker
 from kernels.ruler.spec import Candidate, Problem, Shape
 from kernels.ruler.timing import CACHE_BYTES
 
-EAGER, VENDOR, COMPILED, LIBRARY, NULL = 0, 1, 2, 3, 8
+EAGER, VENDOR, COMPILED, LIBRARY = 0, 1, 2, 3
 NAMES = {EAGER: "eager", VENDOR: "vendor", COMPILED: "compile", LIBRARY: "onednn"}
 OPTIONAL = (COMPILED, LIBRARY)
 """Baselines that are left out where they fail."""
@@ -127,12 +127,15 @@ class Workers:
         self.cand = self._worker(self.policy, {"TRITON_INTERPRET": "1"} if interpreted else {})
         self.twin = self._worker(trusted, extra) if terms.confirm else None
         self.sides = list(self.workers)
-        self.idle: handle.Worker | None = None
-        if self.loops:  # runs that call nothing, to know what the ruler itself costs
-            self.idle = self._worker(self.policy, {})
+        # Runs that call nothing, to know what the ruler itself costs: in workers of their own, so that what is compared
+        # has loaded nothing beside what is timed.
+        self.idle = {False: self._worker(self.policy, {})}
+        self.idle[False].send(worker.LOAD, {"which": 0, "language": "null"}, LOAD_S)
+        if self.loops:
+            self.idle[True] = self._worker(self.policy, {})
             shim = next(iter(self.loops.values()))
             body = {"which": 0, "language": "cpp", "path": "", "entry": "noop", "prepares": False, "shim": str(shim)}
-            self.idle.send(worker.LOAD, body, LOAD_S)
+            self.idle[True].send(worker.LOAD, body, LOAD_S)
         level = sandbox.level_reached(self.policy, self.cand.lacking)
         self.confinement = {"level": level, "lacking": self.cand.lacking, "inputs_sealed": self.memory.sealed}
         wanted = terms.confinement
@@ -178,7 +181,6 @@ class Workers:
             for which in self.baselines:
                 body = {**python, "which": which, "source": sources[which], "compile": which == COMPILED}
                 side.send(worker.LOAD, body, COMPILE_S if which == COMPILED else LOAD_S)
-        side.send(worker.LOAD, {"which": NULL, "language": "null"}, LOAD_S)
 
     def _plan(self, shape: Shape, slots: int, **how: Any) -> inputs.Layout:
         return inputs.layout(self.problem, shape, slots, sets=min(self.sets, slots), **how)
@@ -231,10 +233,10 @@ class Workers:
 
         With `calls` of a Python function that hands out ready results: these are then copied as any others.
         """
-        side, which = (self.idle, 0) if native and self.idle is not None else (self.base, NULL)
+        side = self.idle[native and True in self.idle]
         inputs.poison(side.outputs, plan, self._rng())
         self.memory.bytes[: plan.input_bytes].max()
-        return side.run(which, 0, calls, CALL_S + CALL_S * calls)
+        return side.run(0, 0, calls, CALL_S + CALL_S * calls)
 
     def _native_baseline(self) -> bool:
         return self.terms.baseline is not None and self.terms.baseline.language == "cpp"
