@@ -55,7 +55,7 @@ def test_cpp_uses_torchs_own_thread_pool(tmp_path):
     try:
         for threads in (2, 1):
             torch.set_num_threads(threads)
-            x = torch.arange(5.0)
+            x = torch.arange(6.0).view(2, 3)
             assert torch.equal(loaded(x, x), 2 * x + 100 * threads)
     finally:
         torch.set_num_threads(before)

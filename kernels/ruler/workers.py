@@ -186,10 +186,10 @@ class Workers:
         return inputs.layout(self.problem, shape, slots, sets=min(self.sets, slots), **how)
 
     def _weight_sets(self) -> int:
-        """Copies of the constants: one when the caches are warm, else more than the caches hold (at most 64)."""
+        """Copies of the constants: one when the caches are warm, else more than the caches hold (at most 160)."""
         one = inputs.layout(self.problem, self.problem.visible[0], 1)
         size = self._constant_bytes(one)
-        return min(64, -(-CACHE_BYTES // size)) if self.terms.cold and size else 1
+        return min(160, -(-CACHE_BYTES // size)) if self.terms.cold and size else 1
 
     def _constant_bytes(self, plan: inputs.Layout) -> int:
         pairs = zip(self.problem.inputs, plan.inputs, strict=True)
