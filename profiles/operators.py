@@ -31,6 +31,14 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 # counted from the definition of each operator; weights read once, nothing written between the parts of a fused one.
 _VISIBLE = "(queries*length-queries*(queries-1)/2)"  # pairs that a causal mask leaves
 _COSTS: Mapping[str, Cost] = {
+    # Every position of the cache, where the problem's own counts the mean of what the ruler draws: a gap is rather
+    # understated (by the empty end of a static cache) than a goal that no kernel could reach.
+    "attention_decode": Cost(
+        "4*batch*heads*length*dim",
+        "B*batch*dim*(heads+2*kv_heads*length)",
+        "B*batch*heads*dim",
+        VALUE,
+    ),
     "attention_prefill": Cost(
         f"4*batch*heads*dim*{_VISIBLE}",
         "B*batch*dim*(heads*queries+2*kv_heads*length)",

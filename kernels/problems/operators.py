@@ -74,9 +74,12 @@ _ATTENTION = """import torch
 import torch.nn.functional as F
 
 
-def run(q, k, v):
-    out = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
-    return out.squeeze(2)
+def run(q, k, v, last):
+    batch, kv_heads, length, dim = k.shape
+    seen = torch.arange(length, device=k.device) <= last[:, None]
+    grouped = q.reshape(batch, kv_heads, -1, dim)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None, :])
+    return out.reshape(q.shape)
 """
 
 _ALL = (
@@ -201,18 +204,21 @@ _ALL = (
             _tensor("q", "batch", "heads", "dim"),
             _tensor("k", "batch", "kv_heads", "length", "dim"),
             _tensor("v", "batch", "kv_heads", "length", "dim"),
+            Tensor("last", ("batch",), "int64", high="length"),
         ),
         outputs=(_tensor("o", "batch", "heads", "dim"),),
         reference=_ATTENTION,
+        # Only positions up to `last` have to be read; drawn evenly, it leaves (length + 1) / 2 of them on average.
         cost=Cost(
-            "4*batch*heads*length*dim",
-            "B*(batch*heads*dim+2*batch*kv_heads*length*dim)",
+            "2*batch*heads*(length+1)*dim",
+            "B*(batch*heads*dim+batch*kv_heads*(length+1)*dim)+8*batch",
             "B*batch*heads*dim",
             VALUE,
         ),
         reduction_axes=("length",),
         regimes=("normal", "zero_rows"),
-        description="One new token per sequence attends over its whole cache; grouped queries, scale 1/sqrt(dim).",
+        description="One new token per sequence attends over positions 0 to `last` of its cache, what lies behind does "
+        "not count; grouped queries (heads / kv_heads neighbours share keys and values), scale 1/sqrt(dim).",
     ),
 )
 

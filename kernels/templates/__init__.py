@@ -7,7 +7,7 @@ to whatever the machine has, and the AVX512_BF16 dot product where there is one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -34,11 +34,26 @@ class Family:
     """Good everywhere: the first to be tried."""
     dtypes: tuple[str, ...]
     prepares: bool = False
+    constants: tuple[str, ...] = ()
+    """Constant axes that the source wants as `#define`s in capitals."""
+    fits: Callable[[Mapping[str, int]], bool] = lambda constants: True
+    """Whether the kernel works at these values of the constant axes."""
 
     def supported(self, problem: Problem) -> bool:
-        """Whether this kernel solves `problem`: its operator, with one dtype that the kernel has."""
-        dtypes = {tensor.dtype for tensor in (*problem.inputs, *problem.outputs) if tensor.shape is not None}
-        return problem.operator == self.operator and len(dtypes) == 1 and dtypes <= set(self.dtypes)
+        """Whether this kernel solves `problem`: its operator, one floating dtype and constants that the kernel has."""
+        dtypes = {
+            tensor.dtype
+            for tensor in (*problem.inputs, *problem.outputs)
+            if tensor.shape is not None and "float" in tensor.dtype
+        }
+        constants = {axis: value for axis, value in problem.axes.items() if value is not None}
+        return (
+            problem.operator == self.operator
+            and len(dtypes) == 1
+            and dtypes <= set(self.dtypes)
+            and set(self.constants) <= set(constants)
+            and self.fits(constants)
+        )
 
     def legal(self, parameters: Parameters) -> bool:
         """Whether `parameters` is a point of the space."""
@@ -63,6 +78,7 @@ class Family:
                 )
         dtype = next(tensor.dtype for tensor in problem.inputs if tensor.shape is not None)
         defines = [f"#define ELEMENT {_C_TYPE[dtype]}", f"#define TEAM {_team(parameters)}"]
+        defines += [f"#define {axis.upper()} {problem.axes[axis]}" for axis in self.constants]
         defines += [f"#define {key.upper()} {parameters[key]}" for key in self.space if key != "threads"]
         body = "\n".join(files("kernels.templates").joinpath(source).read_text("utf-8") for source in self.sources)
         return Candidate(
@@ -151,6 +167,28 @@ FAMILIES: tuple[Family, ...] = (
         default=_GEMM_DEFAULT | {"norm_unroll": 4, "threads": "all"},
         dtypes=("bfloat16",),
         prepares=True,
+    ),
+    Family(
+        name="attention_decode_bf16",
+        operator="attention_decode",
+        sources=("common.h", "attention_decode_bf16.cpp"),
+        space={
+            "positions": (32, 64, 128, 256, 512),
+            "queries": (1, 2, 3, 4, 6, 8),
+            "unroll": (1, 2, 4),
+            "prefetch_bytes": (0, 512, 1024, 2048, 4096),
+            "fetch_ahead": (0, 1),
+            "split": (1, 2, 4),
+            "schedule": ("static", "dynamic"),
+        } | _TEAM,
+        # Sequences differ in length; 3 query heads of 64 elements have their 12 vectors of sums in registers.
+        default={
+            "positions": 128, "queries": 3, "unroll": 2, "prefetch_bytes": 0, "fetch_ahead": 1, "split": 1,
+            "schedule": "dynamic", "threads": "all",
+        },
+        dtypes=("bfloat16",),
+        constants=("heads", "kv_heads", "dim"),
+        fits=lambda axes: axes["heads"] % axes["kv_heads"] == 0,
     ),
     Family(
         name="rmsnorm",
