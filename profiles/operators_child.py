@@ -424,8 +424,9 @@ def _sites(model: nn.Module) -> Iterator[Site]:
 def _library_sites() -> Iterator[Site]:
     """Transformers' attention functions and caches, as far as this version has them."""
     interfaces = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-    mapping = interfaces._global_mapping
-    for name in [name for name in mapping if "sdpa" in name or "eager" in name]:
+    for name in [name for name in interfaces if "sdpa" in name or "eager" in name]:
+        # what an overlay has put in front of the library's own
+        mapping = interfaces._local_mapping if name in interfaces._local_mapping else interfaces._global_mapping
         yield Site(_Entries(mapping), name, "attention", "core", "attention", _attention)
     cache = importlib.import_module("transformers.cache_utils").Cache
     yield Site(cache, "update", "cache_update", "kv", "cache", _cache_update)

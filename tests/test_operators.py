@@ -199,6 +199,25 @@ def test_with_an_overlay_the_site_is_marked(tmp_path):
     assert not [r for r in profile.rows if r.operator == "silu_mul"]
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_with_an_overlay_is_marked(implementation, tmp_path):
+    from kernels.problems import build
+    from kernels.ruler.spec import Candidate
+
+    model = tiny(LlamaConfig(**SIZES, attn_implementation=implementation))
+    shapes = [{"batch": BATCH, "length": n} for n in (PROMPT + 1, PROMPT + STEPS)]
+    problem = build("attention_decode", visible=shapes, seed=1, heads=4, kv_heads=2, dim=16)
+    promoted = Promoted(problem, Candidate("torch", problem.reference, "run"), "v")
+    handle = install(model, [promoted], tmp_path, threads=1)
+    profile = analyse(collect_in_child(model, server(model)), TARGET, 1)
+    handle.remove()
+    rows = {r.phase: r for r in profile.rows if r.operator.startswith("attention_") and r.role == "core"}
+    assert rows["decode"].kernel == rows["prefill"].kernel == problem.name
+    assert rows["decode"].calls == LAYERS * STEPS
+    assert handle.counts()[0]["taken"] == 3 * LAYERS * STEPS
+    assert profile.overlaid
+
+
 def test_what_contradicts_itself_is_refused(raw):
     twice = copy.deepcopy(raw)
     for row in twice["rows"]:
@@ -244,6 +263,8 @@ def test_problems_group_shapes_and_places(profile):
     assert times == sorted(times, reverse=True)
     assert [p.id for p, _ in problems(profile, seed=1)] == [p.id for p, _ in problems(profile, seed=2)]
     for problem, row in found.values():
+        if problem.operator == "attention_decode":
+            continue  # a profile counts the whole cache, the ruler what it draws
         flops, read, written = cost(problem, problem.visible[0])
         assert cost_of(problem.operator, row.axes, row.dtype)[:3] == (flops, read, written), problem.name
 
@@ -258,4 +279,8 @@ def test_opportunities_and_what_nothing_works_on(profile):
         assert 0 < offer.time_share < 1
     lacking = {row.operator for row in found.no_executor}
     assert {"model_glue", "cache_update", "attention_prefill"} <= lacking
+    attention = next(offer for offer in found.opportunities if offer.problem.operator == "attention_decode")
+    assert attention.families == ("attention_decode_bf16",)
+    assert attention.problem.axes == {"batch": None, "heads": 4, "kv_heads": 2, "length": None, "dim": 16}
+    assert attention.shape["batch"] == BATCH
     assert not lacking & {offer.problem.operator for offer in found.opportunities}

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from kernels.errors import InputError
-from kernels.overlay import sites
+from kernels.overlay import attention, sites
 from kernels.overlay.call import MIN_ALIGNMENT_BYTES, Call, Coverage, Tally, Weight
+from kernels.ruler.inputs import generator, torch_dtype, values
 from kernels.ruler.spec import Candidate, Problem
 
 PROBE_RELATIVE_ERROR = 0.05
@@ -56,20 +57,29 @@ class _Entry:
         self.disabled[reason] = self.disabled.get(reason, 0) + 1
 
 
+@dataclass
+class _Changes:
+    """What was changed of a model and the library around it."""
+
+    originals: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
+    """What a module had of its own under an attribute."""
+    ways_back: list[Callable[[], None]] = field(default_factory=list)
+
+
 class Handle:
     """What was installed: its counts, and the way back."""
 
-    def __init__(self, entries: Sequence[_Entry], originals: dict[nn.Module, Any], threads: int) -> None:
+    def __init__(self, entries: Sequence[_Entry], changes: _Changes, threads: int) -> None:
         self._entries = list(entries)
-        self._originals = originals
+        self._changes = changes
         self._threads = threads
 
     def counts(self) -> list[dict[str, Any]]:
         """Per promoted candidate: problem, candidate, sites, taken, fell_back, reasons, prepare_s, prepared_bytes.
 
         `reasons` counts fallen-back calls by `shape`, `empty`, `dtype`, `device`, `grad`, `weights` (changed since they
-        were packed), `ahead` (a fused call had done the work) or `error: …`; and sites that never came into use by
-        `disabled: …`.
+        were packed), `ahead` (a fused call had done the work), `mask` (not a plain prefix), `arguments` (something else
+        was asked for) or `error: …`; and sites that never came into use by `disabled: …`.
         """
         return [
             {
@@ -92,12 +102,14 @@ class Handle:
 
     def remove(self) -> None:
         """Give every module its own forward back and drop what was packed. Does nothing the second time."""
-        for module, original in self._originals.items():
+        for leave in self._changes.ways_back:
+            leave()
+        for (module, attribute), original in self._changes.originals.items():
             if original is None:
-                del module.forward
+                delattr(module, attribute)
             else:
-                module.forward = original
-        self._originals = {}
+                setattr(module, attribute, original)
+        self._changes = _Changes()
         for entry in self._entries:
             for call in entry.calls:
                 call.close()
@@ -123,12 +135,13 @@ def install(model: nn.Module, promoted: Sequence[PromotedLike], builds: Path, th
     Raises:
         InputError: the model already has an overlay.
     """
-    if any(getattr(m.__dict__.get("forward"), "overlay", False) for m in model.modules()):
+    seats = ("forward", attention.SEAT)
+    if any(getattr(m.__dict__.get(seat), "overlay", False) for m in model.modules() for seat in seats):
         raise InputError("the model already has an overlay.", remedy="Call remove() on the first one.")
     entries = [_Entry(p) for p in promoted]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    originals: dict[nn.Module, Any] = {}
+    changes = _Changes()
     known = sites.operators()
     for entry in entries:
         if entry.promoted.problem.operator not in known:
@@ -139,14 +152,14 @@ def install(model: nn.Module, promoted: Sequence[PromotedLike], builds: Path, th
         for entry in entries:
             if entry.loaded is not None and entry.promoted.problem.operator == kind.operator:
                 for spot in kind.find(model):
-                    _occupy(entry, spot, originals)
+                    _occupy(entry, spot, changes)
     for entry in entries:
         entry.tally.reset()  # probes of coarse sites go through the fine ones
         if entry.loaded is not None and not entry.calls and not entry.disabled:
             entry.disable("no module of the model has these weights")
-    if originals:
+    if changes.originals:
         _forget_compiled()
-    return Handle(entries, originals, before)
+    return Handle(entries, changes, before)
 
 
 def _load(promoted: PromotedLike, builds: Path) -> Any:
@@ -164,9 +177,11 @@ def _guarded(entry: _Entry, work: Callable[[], Any]) -> Any:
         return None
 
 
-def _occupy(entry: _Entry, spot: sites.Spot, originals: dict[nn.Module, Any]) -> None:
-    """Put the candidate in one spot, if weights, packing and probe agree."""
+def _occupy(entry: _Entry, spot: sites.Spot, changes: _Changes) -> None:
+    """Put the candidate in one spot, if sizes, weights, packing and probe agree."""
     promoted = entry.promoted
+    if any(promoted.problem.axes.get(axis) != size for axis, size in spot.axes.items()):
+        return
     groups = [tuple(Weight.of(module, key) for module, key in group) for group in spot.constants]
     constants = _constants(promoted.problem, [[w.tensor for w in group] for group in groups])
     if constants is None or entry.loaded is None:
@@ -193,9 +208,11 @@ def _occupy(entry: _Entry, spot: sites.Spot, originals: dict[nn.Module, Any]) ->
         return
     entry.calls.append(call)
     for module, forward in spot.patch(call).items():
-        originals.setdefault(module, module.__dict__.get("forward"))
+        changes.originals.setdefault((module, spot.attribute), module.__dict__.get(spot.attribute))
         forward.overlay = promoted.problem.name  # type: ignore[attr-defined]
-        module.forward = forward
+        setattr(module, spot.attribute, forward)
+    if spot.enter is not None:
+        changes.ways_back.append(spot.enter(promoted.problem.name))
 
 
 def _constants(problem: Problem, groups: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor] | None:
@@ -254,10 +271,10 @@ def _probe(call: Call) -> str:
     Raises:
         Exception: whatever the candidate raises.
     """
-    axes = {**call.coverage.problem.axes, **call.coverage.smallest()}
-    generator = torch.Generator().manual_seed(0)
+    axes = call.coverage.problem.axis_values(call.coverage.smallest())
+    rng = generator(b"probe")
     inputs = [
-        torch.randn([axes[a] or 1 for a in t.shape or ()], generator=generator).to(getattr(torch, t.dtype))
+        values(t, tuple(axes[a] for a in t.shape or ()), "normal", rng, axes).to(torch_dtype(t.dtype))
         for t in call.coverage.activations
     ]
     with torch.no_grad():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernels.overlay import attention
 from kernels.overlay.call import Call
 
 Forward = Callable[..., Any]
@@ -35,6 +36,13 @@ class Spot:
     """New forwards by module."""
     scalars: tuple[float, ...] = ()
     """Values of the problem's scalar inputs, in order."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Constant axes of the problem that no weight shows."""
+    attribute: str = "forward"
+    """The modules' attribute that `patch` has values for."""
+    enter: Callable[[str], Callable[[], None]] | None = None
+    """Makes the model call that attribute, if it does not by itself, for the problem of this name; returns the way
+    back."""
 
 
 @dataclass(frozen=True)
@@ -184,13 +192,26 @@ def rmsnorm_linear(model: nn.Module) -> Iterator[Spot]:
             yield _after_norm(f"{name}+norm", norm, parts, [p.out_features for p in parts], constants)
 
 
+def attention_decode(model: nn.Module) -> Iterator[Spot]:
+    """Inputs: q [batch, heads, dim], k and v [batch, kv_heads, length, dim] (a whole static cache), last [batch]."""
+    prefixes = attention.Prefixes()
+    for name, module in model.named_modules():
+        place = attention.place_of(module)
+        if place is not None:
+
+            def patch(call: Call, place: attention.Place = place) -> dict[nn.Module, Forward]:
+                return {place.module: place.function(call, prefixes)}
+
+            yield Spot(name, (), place.whole, patch, (), place.sizes, attention.SEAT, place.enter)
+
+
 def _weights(*modules: nn.Module) -> tuple[tuple[Parameter, ...], ...]:
     return tuple(((module, "weight"),) for module in modules)
 
 
 def _joined(model: nn.Module) -> Iterator[tuple[str, Any, list[nn.Linear]]]:
-    for name, attention in _attentions(model):
-        yield name, attention, [attention.q_proj, attention.k_proj, attention.v_proj]
+    for name, module in _attentions(model):
+        yield name, module, [module.q_proj, module.k_proj, module.v_proj]
     for name, module in _mlps(model):
         yield name, module, [module.gate_proj, module.up_proj]
 
@@ -246,6 +267,7 @@ KINDS = (
     SiteKind("linear", joined_linear),
     SiteKind("mlp", mlp),
     SiteKind("rmsnorm_linear", rmsnorm_linear),
+    SiteKind("attention_decode", attention_decode),
 )
 """In the order of installation: a coarser kind falls back to the finer ones that were installed before it."""
 
