@@ -103,17 +103,23 @@ class Lab:
         )
 
     def cache_state(self, problem: Problem) -> Literal["warm", "cold"]:
-        """`cold` for a problem that reads mostly weights, where the model has more of them than the caches hold.
+        """`cold` for a problem that reads mostly weights or keys and values, where the weights exceed the caches.
 
-        What is left, activations, was written a moment before in the model too.
+        All weights pass between two uses of one of them, or of a layer's keys and values. What is left, activations,
+        was written a moment before in the model too.
         """
         weights = sum(file.stat().st_size for file in self.model_dir.glob("*.safetensors"))
         held = max(machine.caches(machine.usable_cpus()).values(), default=0)
-        if weights <= held or not any(tensor.constant for tensor in problem.inputs):
+        kept = {tensor.name for tensor in problem.inputs if tensor.constant}
+        if problem.operator == "attention_decode":
+            kept = {"k", "v"}
+        if weights <= held or not kept:
             return "warm"
         one = layout(problem, problem.visible[0], 1)
         constant = sum(
-            place.bytes for tensor, place in zip(problem.inputs, one.inputs, strict=True) if place and tensor.constant
+            place.bytes
+            for tensor, place in zip(problem.inputs, one.inputs, strict=True)
+            if place and tensor.name in kept
         )
         return "cold" if 2 * constant > one.input_bytes else "warm"
 

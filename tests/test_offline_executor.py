@@ -231,3 +231,18 @@ def test_tunes_a_real_kernel_under_the_real_ruler(tmp_path):
     result = OfflineExecutor(patience=3, max_screens=3).run(task, real, reported.append)
     assert result.conclusion == "won", result.reason
     assert result.verdict.claim > 1.0
+
+
+def test_what_a_step_meets_again_only_after_all_weights_is_cold(tmp_path):
+    from types import SimpleNamespace
+
+    from tasks.lab import Lab
+
+    attention = build("attention_decode", visible=[{"batch": 8, "length": 256}], seed=0, heads=9, kv_heads=3, dim=64)
+    softmax = build("softmax", visible=[{"rows": 8, "cols": 256}], seed=0)
+    file = tmp_path / "model.safetensors"
+    for size, states in ((1 << 10, ["warm"] * 3), (1 << 40, ["cold", "cold", "warm"])):
+        with file.open("wb") as out:
+            out.truncate(size)  # a sparse file
+        lab = SimpleNamespace(model_dir=tmp_path)
+        assert [Lab.cache_state(lab, problem) for problem in (PROBLEM, attention, softmax)] == states
