@@ -183,7 +183,7 @@ FAMILIES: tuple[Family, ...] = (
         } | _TEAM,
         # Sequences differ in length; 3 query heads of 64 elements have their 12 vectors of sums in registers.
         default={
-            "positions": 128, "queries": 3, "unroll": 2, "prefetch_bytes": 0, "fetch_ahead": 1, "split": 1,
+            "positions": 64, "queries": 3, "unroll": 2, "prefetch_bytes": 0, "fetch_ahead": 1, "split": 1,
             "schedule": "dynamic", "threads": "all",
         },
         dtypes=("bfloat16",),
