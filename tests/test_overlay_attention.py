@@ -103,6 +103,17 @@ def test_attention_of_two_models_in_one_process(builds):
     assert interface() == library
 
 
+def test_attention_in_a_compiled_graph_is_stock(builds):
+    """One graph without breaks, and the overlay out of its way."""
+    model, promoted = attention(builds)
+    expected = serve(model, "static")
+    handle, count = only(model, promoted, builds)
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(serve(model, "static"), expected, atol=0.05, rtol=0.05)
+    assert count()["taken"] == 0
+    handle.remove()
+
+
 def test_attention_of_other_heads_finds_no_site(builds):
     model, promoted = attention(builds)
     problem = build("attention_decode", visible=[{"batch": 2, "length": 8}], seed=1, heads=8, kv_heads=KV, dim=16)
