@@ -36,6 +36,14 @@ def interface():
     return dict(ALL_ATTENTION_FUNCTIONS._local_mapping), dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays_behind():
+    """The interface is the whole process's: what a test leaves there, the next one profiles."""
+    before = interface()
+    yield
+    assert interface() == before
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_attention_of_decode_steps_agrees_and_comes_off_again(cache, implementation, builds):
@@ -73,17 +81,19 @@ def test_attention_that_sees_no_plain_prefix_is_stock(builds):
     mask[:] = 1
     padded()
     assert (count()["taken"], count()["reasons"]) == (2, {"shape": 2})
+    handle.remove()
 
 
 @torch.no_grad()
 def test_attention_weights_when_asked_for_are_the_stock_models(builds):
     model, promoted = attention(builds, attn_implementation="eager")
-    _, count = only(model, promoted, builds)
+    handle, count = only(model, promoted, builds)
     past = DynamicCache(config=model.config)
     model(TOKENS, cache=past)
     weights = model(TOKENS[:, :1], cache=past, output_attentions=True).attentions
     assert [w.shape for w in weights] == [(2, HEADS, 1, 7)] * 2
     assert (count()["taken"], count()["reasons"]) == (0, {"shape": 2, "arguments": 2})
+    handle.remove()
 
 
 def test_attention_of_two_models_in_one_process(builds):
