@@ -55,7 +55,7 @@ def test_an_interval_knows_of_the_spread_between_processes():
 
 
 def test_the_spread_has_a_floor_and_one_busy_moment_is_not_the_machine():
-    assert stats.spread_of([]) == stats.spread_of([1.0, 1.2]) == 0.01
+    assert stats.spread_of([]) == stats.spread_of([1.0, 1.2]) == 0.02
     assert stats.spread_of([1.0] * 10) == 0.005
     assert stats.spread_of([*[1.0] * 59, 30.0]) < 0.02
 
