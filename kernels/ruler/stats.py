@@ -47,7 +47,8 @@ def spread_of(same: Sequence[float]) -> float:
     """Standard deviation of the log of an estimate over fresh processes, from A/A estimates; half of 1 % at least.
 
     Pairs of one verdict share their processes, and with them what page layout and placement do to a time: the interval
-    over pairs does not know of it, A/A estimates of other verdicts do. With fewer than three of them 2 % is assumed, what a machine with other work on it shows.
+    over pairs does not know of it, A/A estimates of other verdicts do. With fewer than three of them 2 % is assumed,
+    which is what a machine with other work on it shows.
     """
     if len(same) < 3:
         return 0.02
