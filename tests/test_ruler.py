@@ -207,7 +207,8 @@ def test_packed_weights_are_prepared_untimed_and_drawn_anew(builds):
 def test_cold_caches_are_a_declared_mode(builds):
     verdict = run(LINEAR, PACKED_LINEAR, builds, language="cpp", prepares=True, budget_s=2.0, cache_state="cold")
     assert verdict.status in ("valid", "unresolved"), verdict.reason
-    assert verdict.per_shape[0].calls_per_handshake <= 64
+    assert verdict.cache_state == "cold"
+    assert verdict.per_shape[0].calls_per_handshake <= 160  # as many as there are weight sets
 
 
 def test_faster_than_physics_is_void(builds):
