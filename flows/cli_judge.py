@@ -36,6 +36,9 @@ def judge(  # noqa: PLR0917
     ] = "confirm",
     budget: Annotated[str, typer.Option(help="Time for measuring.")] = "30s",
     threads: Annotated[int, typer.Option(min=1, help="Cores that either side may use.")] = 1,
+    cache: Annotated[
+        Literal["warm", "cold"], typer.Option(help="Whether weights lie in the caches when a call begins.")
+    ] = "warm",
     device: Annotated[str, typer.Option(help="cpu, or cuda:0 and the like for a candidate in Python.")] = "cpu",
     as_json: JsonOption = False,
     workspace: WorkspaceOption = UNSET,
@@ -52,8 +55,8 @@ def judge(  # noqa: PLR0917
 
     budget_s = parse_duration(budget, key="--budget")
     if suite is not None:
-        _judge_suite(suite, problem, candidate, against, open_workspace(workspace), as_json,
-                     {"mode": mode, "budget_s": budget_s, "threads": threads, "device": device})  # fmt: skip
+        how = {"mode": mode, "budget_s": budget_s, "threads": threads, "device": device, "cache_state": cache}
+        _judge_suite(suite, problem, candidate, against, open_workspace(workspace), as_json, how)
         return
     if problem is None or candidate is None:
         raise InputError("A problem and a candidate are needed.", key="PROBLEM CANDIDATE",
@@ -65,8 +68,8 @@ def judge(  # noqa: PLR0917
     with quiet(place, "judge") as streams:
         try:
             verdict = rule(
-                one, subject, mode=mode, ceilings=_ceilings(place, one, threads) if device == "cpu" else None,
-                threads=threads, builds=place.builds, budget_s=budget_s, baseline=rival, device=device,
+                one, subject, mode=mode, ceilings=_ceilings(place, one, threads, device), threads=threads,
+                builds=place.builds, budget_s=budget_s, baseline=rival, device=device, cache_state=cache,
             )  # fmt: skip
         finally:
             close()
@@ -95,7 +98,12 @@ def _judge_suite(  # noqa: PLR0917
     with quiet(place, "judge") as streams:
         try:
             found = judge_folder(
-                folder, problem, place, options | {"ceilings": None, "builds": place.builds}, streams
+                folder,
+                problem,
+                place,
+                lambda one: options | {
+                    "ceilings": _ceilings(place, one, options["threads"], options["device"]), "builds": place.builds},
+                streams,
             )  # fmt: skip
         finally:
             close()
@@ -139,12 +147,12 @@ def read_candidate(file: Path, problem: Problem) -> Candidate:
     return Candidate(language, source, "run", prepares="def prepare(" in source, origin=f"file:{file.name}")
 
 
-def _ceilings(place: Workspace, problem: Problem, threads: int) -> Ceilings | None:
+def _ceilings(place: Workspace, problem: Problem, threads: int, device: str) -> Ceilings | None:
     """Of the smallest visible shape, whose bytes may all lie in a cache: a larger one is never allowed less time."""
     from kernels.ruler.floor import cost
     from profiles import ceilings, roofline
 
-    if not any(place.targets.glob(f"{ceilings.fingerprint()}-*.json")):
+    if device != "cpu" or not any(place.targets.glob(f"{ceilings.fingerprint()}-*.json")):
         return None
     sizes = [sum(cost(problem, shape)[1:]) for shape in problem.visible]
     return roofline.ceilings(ceilings.measure_target(place.targets), threads, min(sizes))
@@ -191,7 +199,7 @@ def verdict_lines(verdict: Mapping[str, Any]) -> list[str]:
             ("confinement", verdict["confinement"]["level"] + (f", lacking {words(lacking)}" if lacking else ""))
         )
     rows += [("noise", text)] if (text := _noise(verdict["noise"])) else []
-    rows.append(("took", f"{verdict['duration_s']:.1f} s, {verdict['mode']}"))
+    rows.append(("took", f"{verdict['duration_s']:.1f} s, {verdict['mode']}, {verdict['cache_state']} caches"))
     width = max(len(name) for name, _ in rows)
     indent = "\n" + " " * (width + 2)
     return [f"{name:<{width}}  {text.replace(chr(10), indent)}" for name, text in rows]

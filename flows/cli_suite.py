@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,11 @@ ENTRY = re.compile(r"\bvoid\s+run_(\w+)\s*\(")
 
 
 def judge_folder(
-    folder: Path, problem: str | None, place: Workspace, options: Mapping[str, Any], streams: Streams
+    folder: Path,
+    problem: str | None,
+    place: Workspace,
+    options: Callable[[Problem], Mapping[str, Any]],
+    streams: Streams,
 ) -> dict[str, Any]:
     """Judge every `.py` and `.cpp` file below `folder`, with a line for each as it comes.
 
@@ -32,7 +36,7 @@ def judge_folder(
         folder: of candidates.
         problem: what all of them solve; None: what each says itself, by a comment `op: NAME` or its C function's name.
         place: verdicts are kept in its `.roofloop/suites/`; settled ones of the same ruler are used again.
-        options: for `kernels.ruler.judge.judge`.
+        options: for `kernels.ruler.judge.judge`, by problem.
         streams: where the lines go.
 
     Returns:

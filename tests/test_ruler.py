@@ -265,6 +265,21 @@ def test_canaries_come_out_as_they_must(builds):
     assert not canaries.check([liar], threads=1, builds=builds).ok
 
 
+def test_first_calls_from_several_threads_at_once_find_a_thread_pool(builds):
+    """A forked process has to replace torch's pool; that is no matter of a candidate's luck."""
+    source = (
+        "import threading\nimport torch\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "pool, together = ThreadPoolExecutor(4), threading.Barrier(4)\n"
+        "def part(x):\n    together.wait()\n    return torch.softmax(x, -1)\n"
+        "def run(x):\n    if len(x) % 4:\n        return torch.softmax(x, -1)\n"
+        "    return torch.cat(list(pool.map(part, x.chunk(4))))\n"
+    )
+    problem = dataclasses.replace(SMALL["softmax"], regimes=("normal",))
+    cores = min(2, os.cpu_count() or 1)
+    found = [run(problem, source, builds, threads=cores, thorough=False, budget_s=0.1) for _ in range(6)]
+    assert {verdict.status for verdict in found} <= {"valid", "unresolved"}, [v.reason for v in found]
+
+
 def test_a_suite_goes_on_where_it_was_stopped(builds, tmp_path):
     (tmp_path / "in").mkdir()
     for name in ("a", "b"):
@@ -274,11 +289,13 @@ def test_a_suite_goes_on_where_it_was_stopped(builds, tmp_path):
     def load(path):
         return SMALL["softmax"], Candidate("torch", path.read_text(), "run")
 
-    first = next(judge_suite(tmp_path / "in", load, tmp_path / "out", options))
+    first = next(judge_suite(tmp_path / "in", load, tmp_path / "out", lambda _: options))
     assert first[1].status == "incorrect"
-    rest = list(judge_suite(tmp_path / "in", load, tmp_path / "out", options))
+    rest = list(judge_suite(tmp_path / "in", load, tmp_path / "out", lambda _: options))
     assert [again for _, _, again in rest] == [True, False]
     assert rest[0][1] == first[1]
+    other = judge_suite(tmp_path / "in", load, tmp_path / "out", lambda _: options | {"cache_state": "cold"})
+    assert not next(other)[2]  # judged under other terms, it is judged anew
 
 
 # --- cleaning up ---------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ HONEST: dict[str, tuple[str, str]] = {
                          "    torch.sub(x, x.amax(-1, keepdim=True), out=o)\n    o.exp_()\n"
                          "    return o.div_(o.sum(-1, keepdim=True))\n"),
     "a transposed view": ("torch", "def run(x):\n    return torch.softmax(x.t().contiguous(), 0).t()\n"),
-    "a pool of threads": ("torch", "from concurrent.futures import ThreadPoolExecutor\np = ThreadPoolExecutor(1)\n"
+    "a pool of threads": ("torch", "from concurrent.futures import ThreadPoolExecutor\np = ThreadPoolExecutor(2)\n"
                           "def run(x):\n    return torch.cat([f.result() for f in [p.submit(torch.softmax, h, -1)"
                           " for h in x.chunk(2)]])\n"),
 }  # fmt: skip

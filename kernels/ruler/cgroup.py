@@ -99,13 +99,13 @@ def remove(folder: Path, patience_s: float = 2.0) -> None:
         time.sleep(0.002)
 
 
-def sweep() -> int:
-    """Remove cgroups whose ruler is dead (it was killed with its supervisors); returns how many."""
+def sweep(ended: int | None = None) -> int:
+    """Remove the cgroups of a ruler that is known to have ended, or of all that are gone; returns how many."""
     swept = 0
     for parent in _cgroup_mounts().values():
         for folder in parent.glob(f"{PREFIX}*"):
             owner = folder.name.split(".")[1]
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            if owner == str(ended) or (owner.isdigit() and not Path(f"/proc/{owner}").exists()):
                 remove(folder)
                 swept += 1
     return swept

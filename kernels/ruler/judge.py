@@ -209,7 +209,7 @@ def judge_here(
         "versions": versions(), "cache_state": cache_state,
     }  # fmt: skip
     session: Session | None = None
-    _check_device(device, candidate, baseline)
+    _check_device(device, cache_state, candidate, baseline)
     try:
         if problem.id not in bench.tested:
             pretest.check(problem)
@@ -238,8 +238,8 @@ def judge_here(
     return Verdict(**frame, duration_s=round(time.monotonic() - began, 4))
 
 
-def _check_device(device: str, candidate: Candidate, baseline: Candidate | None) -> None:
-    """Raises InputError where there is no such device, or a candidate cannot compute there."""
+def _check_device(device: str, cache_state: str, candidate: Candidate, baseline: Candidate | None) -> None:
+    """Raises InputError where there is no such device, or it cannot be judged there."""
     if device == "cpu":
         return
     import torch
@@ -248,6 +248,8 @@ def _check_device(device: str, candidate: Candidate, baseline: Candidate | None)
     if device not in {f"cuda:{i}" for i in range(count)}:
         has = f"cuda:0 to cuda:{count - 1}" if count else "no accelerator that torch can use"
         raise InputError(f"There is no device {device!r} here.", remedy=f"This machine has {has}.", key="device")
+    if cache_state == "cold":
+        raise InputError("Only the CPU's caches can be emptied.", remedy="Use warm caches.", key="cache_state")
     for what in (candidate, baseline):
         if what is not None and what.language == "cpp":
             raise InputError("A C++ candidate computes on the CPU.", remedy="Use device cpu.", key="device")

@@ -205,7 +205,7 @@ class Session(Workers):
         for place, scale, near in zip(plan.outputs, scales, self._nearly(plan, views, scalars, slots), strict=True):
             got = _widened(inputs.batch_view(self.cand.outputs, place, plan.slots)[slots])
             fits = (got - near).abs() <= 4 * scale * _size(near, rows=len(place.shape) > 0)
-            doubtful |= ~fits.reshape(len(slots), -1).all(1)
+            doubtful |= ~fits.reshape(len(slots), -1).all(1).cpu()
         for slot in {slots[int(i)] for i in doubtful.nonzero().flatten()} - sample:
             error, _, _ = self._check_slot(plan, self._arguments(plan, views, scalars, slot), slot)
             if error is not None:
@@ -239,9 +239,7 @@ class Session(Workers):
         return self._choose(shape, inputs.scalars(self.problem, None), min(self._most_slots(shape), 16))
 
     def time(self, timed: Timed, budget_s: float) -> None:
-        """Rounds at one visible shape, added to what was measured before, until the interval is narrow or the budget is
-        spent.
-        """
+        """More rounds at one visible shape, until the interval is narrow or the budget is spent."""
         scalars = inputs.scalars(self.problem, None)
         end = time.monotonic() + budget_s
         plan = self._plan(timed.shape, timed.slots)

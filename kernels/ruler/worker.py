@@ -35,6 +35,10 @@ def template(channel: socket.socket, threads: int) -> None:
     """Fork a worker for every request `{policy, groups, …}` with its descriptors, until the channel closes."""
     import torch
 
+    from kernels.ruler import cgroup
+
+    ruler = os.getppid()
+
     with listener(set()):  # imports what TRACE needs
         torch.empty(0).add(1)
     torch.set_num_threads(threads)
@@ -45,7 +49,8 @@ def template(channel: socket.socket, threads: int) -> None:
     channel.send(b"ready")
     while True:
         message, fds, _, _ = socket.recv_fds(channel, 1 << 16, 8)
-        if not message:
+        if not message:  # the ruler has ended, perhaps between making a group and asking for its worker
+            cgroup.sweep(ruler)
             return
         if os.fork() == 0:
             channel.close()
@@ -124,15 +129,25 @@ def _worker(request: dict[str, Any], policy: Any, failed: list[str], fds: tuple[
     for number in range(1, 32):
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+    import torch
+
+    # The fork left a dead thread pool, which the first call replaces: two first calls at once would meet nothing.
+    torch.set_num_threads(torch.get_num_threads())
     os.write(log, json.dumps(lacking).encode() + b"\n")
     os.write(reply, OK)
     warnings.simplefilter("ignore")
+    _answer(side, go, reply, log)
+    os._exit(0)
+
+
+def _answer(side: Side, go: int, reply: int, log: int) -> None:
+    """Do what is asked, one byte of answer each time, until nobody asks."""
     while True:
         head = side.serve(go, reply)
         while len(head) < HEADER.size:
             part = os.read(go, HEADER.size - len(head))
             if not part:
-                os._exit(0)
+                return
             head += part
         kind, which, first, count = HEADER.unpack(head)
         try:
