@@ -88,7 +88,8 @@ class _Winner:
 def run_round(course: Course, number: int) -> str:
     """Run round `number` (from 1); returns why the loop ends, or an empty text."""
     run = course.lab.run
-    spare_s = run.clock.left_s() - course.costs.compare_s - 2 * course.costs.profile_s
+    profiles = 1 if course.stack.id in course.profiles else 2  # of the stack in force, and of what may take its place
+    spare_s = run.clock.left_s() - course.costs.compare_s - profiles * course.costs.profile_s
     planned = run.finished(f"{number}20-plan", _plan_key(course, number)) is not None
     if course.campaigns >= course.lab.workload.budget.campaigns and not planned:
         return "budget: no campaigns are left"
@@ -316,15 +317,33 @@ def _promote(
     opportunities: tuple[Opportunity, ...],
 ) -> None:
     """All winners in one test, which is the cheapest; where that fails, one by one as far as the time goes."""
-    groups = [winners] if winners else []
-    if len(winners) > 1:
-        groups += [[winner] for winner in winners]
-    for group in groups:
-        spare_s = course.lab.run.clock.left_s() - course.costs.compare_s
-        if len(group) < len(winners) and spare_s < course.costs.compare_s + course.costs.profile_s:
-            return
-        if _evaluate(course, number, group, before, opportunities) and len(group) == len(winners):
-            return
+    run, costs = course.lab.run, course.costs
+    if not winners or _evaluate(course, number, winners, before, opportunities) or len(winners) == 1:
+        return
+    for winner in winners:
+        test = _test(course, number, [winner])
+        fits = run.clock.left_s() >= 2 * costs.compare_s + costs.profile_s  # the confirmation of the stack is to come
+        if fits or run.finished(test.stage, test.key) is not None:
+            _evaluate(course, number, [winner], before, opportunities)
+
+
+@dataclass(frozen=True)
+class _Test:
+    """One end-to-end test: the stack with a group's kernels against the stack in force."""
+
+    fresh: Stack
+    name: str
+    """Of its files: tells the groups of a round apart."""
+    stage: str
+    key: str
+
+
+def _test(course: Course, number: int, group: list[_Winner]) -> _Test:
+    stack = course.stack
+    fresh = Stack(stack.settings, (*_kept(stack, group), *(winner.promoted for winner in group)))
+    ids = [winner.task.campaign_id for winner in group]
+    name = ids[0] if len(ids) == 1 else content_hash(ids)[:16]
+    return _Test(fresh, name, f"{number}40-evaluate-{name}", course.lab.run.key("evaluate", fresh.id, stack.id))
 
 
 def _evaluate(
@@ -336,13 +355,14 @@ def _evaluate(
 ) -> bool:
     """Measure the stack with the group's kernels against the stack in force; True when they are promoted."""
     lab, run, stack = course.lab, course.lab.run, course.stack
-    fresh = Stack(stack.settings, (*_kept(stack, group), *(winner.promoted for winner in group)))
+    test = _test(course, number, group)
+    fresh = test.fresh
     names = " + ".join(winner.task.problem.name for winner in group)
     course.tests += 1
-    test = course.tests
+    place = course.tests
 
     def work() -> dict[str, Any]:
-        raw = f"raw/promotion-{group[0].task.campaign_id}.json"
+        raw = f"raw/promotion-{test.name}.json"
         left_s = run.clock.left_s() - course.costs.compare_s - course.costs.profile_s
         found = lab.alone(compare)(
             lambda: lab.open(stack, "promotion-a"),
@@ -351,8 +371,8 @@ def _evaluate(
             lab.source,
             course.reference,
             max_pairs=course.base.most_pairs,
-            level=keep_level(test),
-            seed=run.seed("promotion", test),
+            level=keep_level(place),
+            seed=run.seed("promotion", place),
             deadline=time.monotonic() + max(5 * course.base.round_s, left_s),
             stock=None if stack.id == stock(lab.workload).id else course.base.distance,
             required=tuple(winner.promoted.candidate.id for winner in group),
@@ -363,7 +383,7 @@ def _evaluate(
         profiled: tuple[OperatorProfile, int] | None = None
         further: tuple[str, ...] = ()
         if found.verdict == "above":  # only where there is a gain to lose
-            name = f"profile-with-{group[0].task.campaign_id}"
+            name = f"profile-with-{test.name}"
             profiled = lab.profile(fresh, name)
             further = _neighbours(group, [before], [profiled[0]], found)
             if further:  # one profile against another, minutes apart, may be the machine: both once more
@@ -386,9 +406,7 @@ def _evaluate(
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}× [{row['low']:.2f}, {row['high']:.2f}], "
         return f"{ratio}{held['decision']['decision']}. {held['decision']['reason']}"
 
-    ids = [winner.task.campaign_id for winner in group]
-    name = f"{number}40-evaluate-{ids[0] if len(ids) == 1 else content_hash(ids)[:16]}"
-    held = step(run, name, run.key("evaluate", fresh.id, stack.id), f"End to end: {names}", work, said, retries=1)
+    held = step(run, test.stage, test.key, f"End to end: {names}", work, said, retries=1)
     course.stack = from_json(Stack, held["stack"])
     value = held["comparison"]["b_value"]
     if held["promoted"] and value is not None:

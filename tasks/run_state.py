@@ -35,7 +35,8 @@ stages of a run, with what `result` holds (records as JSON):
   * `r10-profile`   operators, attribution and opportunities
   * `r20-plan`      {"campaigns": [campaign_id], "ideas": [Idea], "stop": why nothing was planned, or null}
   * `r30-campaigns` {"campaigns": [{"campaign_id", "conclusion", "reason"}]}
-  * `r40-evaluate-<campaign_id>`  {"end_to_end": EndToEnd, "stack": Stack after the decision, "promoted": bool}
+  * `r40-evaluate-<campaign_id>`  {"end_to_end": EndToEnd, "stack": Stack after the decision, "promoted": bool,
+    "campaigns": [campaign_id], ...}; named by a hash of the ids where several were tested together
   * `r50-record`    rescored ideas
 * `900-final`       {"end_to_end": EndToEnd of the final stack against stock in fresh engines, "stack": Stack}
 * `910-report`      {"html", "json"}
