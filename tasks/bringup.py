@@ -95,9 +95,8 @@ def bringup(
         say("Comparing it with the float32 reference")
         engine.score(sequences, PREFIX_TOKENS, scratch / "scores.npy")
         engine.stop()
-        own = Reference(model_dir, children=children, log=log) if reference is None else None
-        with own or contextlib.nullcontext(reference) as truth:
-            assert truth is not None
+        shared = contextlib.nullcontext(reference) if reference is not None else None
+        with shared or Reference(model_dir, children=children, log=log) as truth:
             distance = truth.witness_distance(sequences, PREFIX_TOKENS, scratch / "scores.npy")
     except EngineFailure as failure:
         return BringupReport(**found, failure=failure.kind, reason=failure.detail)

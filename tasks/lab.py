@@ -110,18 +110,13 @@ class Lab:
         """
         weights = sum(file.stat().st_size for file in self.model_dir.glob("*.safetensors"))
         held = max(machine.caches(machine.usable_cpus()).values(), default=0)
-        kept = {tensor.name for tensor in problem.inputs if tensor.constant}
-        if problem.operator == "attention_decode":
-            kept = {"k", "v"}
-        if weights <= held or not kept:
-            return "warm"
         one = layout(problem, problem.visible[0], 1)
-        constant = sum(
+        stays = sum(
             place.bytes
             for tensor, place in zip(problem.inputs, one.inputs, strict=True)
-            if place and tensor.name in kept
+            if place and (tensor.constant or tensor.resident)
         )
-        return "cold" if 2 * constant > one.input_bytes else "warm"
+        return "cold" if weights > held and 2 * stays > one.input_bytes else "warm"
 
     def provenance(self, engine: str) -> Provenance:
         """Under which versions this run measures."""

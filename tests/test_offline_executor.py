@@ -90,6 +90,20 @@ def test_default_goes_first_and_the_best_is_confirmed(tmp_path):
     assert [a.number for a in result.attempts] == list(range(1, len(result.attempts) + 1))
 
 
+def test_a_screen_that_was_not_resolved_still_says_what_to_confirm(tmp_path):
+    """Unresolved is a bad measurement, not a bad candidate; only the confirmation has to be sound."""
+
+    class Busy(Bench):
+        def judge(self, candidate, mode):
+            verdict = super().judge(candidate, mode)
+            return verdict if mode == "confirm" else dataclasses.replace(verdict, status="unresolved")
+
+    bench = Busy()
+    result = bench.run(task_for(tmp_path))
+    assert result.conclusion == "won"
+    assert bench.score(dict(result.candidate.parameters)) == max(map(bench.score, bench.screened()))
+
+
 def test_same_seed_same_campaign_other_seed_another(tmp_path):
     asked = []
     for seed in (7, 7, 8):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,16 @@ def test_one_idea_per_family_and_shape_class_with_its_derivation(tmp_path: Path)
     assert knobs["knobs: threads"].headroom == pytest.approx(1 + 104 / 101 - 1)
     assert knobs["knobs: threads"].settled
     assert knobs["knobs: cache"].settled is None
+
+
+def test_a_pruned_trial_is_a_value_that_was_tried(tmp_path: Path) -> None:
+    found = settings()
+    pruned = found.trials[0].model_copy(
+        update={"number": 3, "knobs": {"cache": "b"}, "status": "pruned", "value": 60.0}
+    )
+    given = context(Store(tmp_path), settings=replace(found, trials=(*found.trials, pruned)))
+    [cache] = [p for p in OfflinePlanner().plan(given) if p.lever == "knobs: cache"]
+    assert cache.settled is not None
 
 
 def test_a_round_picks_the_best_that_do_not_overlap(tmp_path: Path) -> None:

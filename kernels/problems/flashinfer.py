@@ -1,9 +1,9 @@
 """FlashInfer-Trace JSON: read a Definition (with its Workloads) as a Problem, write a Problem and a Candidate.
 
-What a Definition has no field for travels in its tags: `constant:<input>` for a weight, `high:<input>:<expression>` for
-the bound of integers, `flops:<expression>` and `reduction:<axis>`. Workloads are JSON lines of traces, looked for
-beside the definition (`name.jsonl`) and in the data set's own place (`workloads/<op_type>/<name>.jsonl` next to
-`definitions/`).
+What a Definition has no field for travels in its tags: `constant:<input>` for a weight, `resident:<input>` for what
+stays in memory between two uses, `high:<input>:<expression>` for the bound of integers, `flops:<expression>` and
+`reduction:<axis>`. Workloads are JSON lines of traces, looked for beside the definition (`name.jsonl`) and in the data
+set's own place (`workloads/<op_type>/<name>.jsonl` next to `definitions/`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load_definition(path: Path, *, seed: int | None = None) -> Problem:
     flops = next((tag.partition(":")[2] for tag in tags if tag.startswith("flops:")), "0")
     highs = dict(tag.split(":", 2)[1:] for tag in tags if tag.startswith("high:") and tag.count(":") >= 2)
     inputs = tuple(
-        replace(tensor, high=highs.get(tensor.name))
+        replace(tensor, high=highs.get(tensor.name), resident=f"resident:{tensor.name}" in tags)
         for tensor in _tensors(path, data["inputs"], axes, "inputs", constants)
     )
     outputs = _tensors(path, data["outputs"], axes, "outputs", set())
@@ -88,6 +88,7 @@ def load_definition(path: Path, *, seed: int | None = None) -> Problem:
 def definition(problem: Problem) -> Json:
     """`problem` as a Definition. Hidden shapes are not in it."""
     tags = [f"constant:{tensor.name}" for tensor in problem.inputs if tensor.constant]
+    tags += [f"resident:{tensor.name}" for tensor in problem.inputs if tensor.resident]
     tags += [f"high:{tensor.name}:{tensor.high}" for tensor in problem.inputs if tensor.high is not None]
     tags += [f"flops:{problem.cost.flops}", *(f"reduction:{axis}" for axis in problem.reduction_axes)]
     out: Json = {

@@ -202,8 +202,8 @@ _ALL = (
         variable=("batch", "length"),
         inputs=(
             _tensor("q", "batch", "heads", "dim"),
-            _tensor("k", "batch", "kv_heads", "length", "dim"),
-            _tensor("v", "batch", "kv_heads", "length", "dim"),
+            Tensor("k", ("batch", "kv_heads", "length", "dim"), VALUE, resident=True),
+            Tensor("v", ("batch", "kv_heads", "length", "dim"), VALUE, resident=True),
             Tensor("last", ("batch",), "int64", high="length"),
         ),
         outputs=(_tensor("o", "batch", "heads", "dim"),),

@@ -23,6 +23,9 @@ class Tensor:
     dtype: str
     constant: bool = False
     """True for a weight: it stays the same over many calls, and a candidate may `prepare` (pack) it beforehand."""
+    resident: bool = False
+    """True for what stays in memory between two uses and is no weight (a cache of keys and values): like weights, it
+    has left the caches by the next use where a model is larger than they are."""
     high: str | None = None
     """Integer inputs are drawn from 0 up to and without this expression over the axes; 8 when there is none."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from kb.lessons import shape_class
 from kb.records import Idea
 from tasks.agents.protocol import Opportunity, PlanContext, Proposal, SettingsResult
+from tasks.propose import MEASURED
 
 ASSUMED_HEADROOM = 1.5
 """Where no ceiling can be trusted: enough to be tried, too little to come before a gap that was measured."""
@@ -116,7 +117,7 @@ def _knobs(settings: SettingsResult | None) -> Iterable[Proposal]:
     for knob in sorted(settings.knobs, key=lambda k: k.name):
         best: dict[object, float] = {}
         for trial in settings.trials:
-            if trial.status == "complete" and trial.value:
+            if trial.status in MEASURED and trial.value:
                 value = trial.resolved.get(knob.name, trial.knobs.get(knob.name, knob.default))
                 figure = 1.0 / trial.value if settings.metric.endswith("_ms") else trial.value
                 best[value] = max(figure, best.get(value, 0.0))
